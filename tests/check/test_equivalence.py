@@ -505,5 +505,5 @@ def test_a_weight_that_forward_fn_returns_and_declared_lengths_are_known():
     for wrong, message in (({"weight_fn": lambda x, y: 1.0}, "expected one of them"), ({"losses": 2}, "losses=2")):
         with pytest.raises(ValueError, match=message):
             check_equivalence(returning("mean", tokens), network, (x, y), has_weight=True, **wrong)
-    with pytest.raises(TypeError, match="expected .loss, weight. because of has_weight=True"):
+    with pytest.raises(TypeError, match=r"expected .loss, weight. because of has_weight=True"):
         check_equivalence(lambda x, y: ops.cross_entropy(network(x), y), network, (x, y), has_weight=True)

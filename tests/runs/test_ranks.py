@@ -70,6 +70,16 @@ def test_ranks_with_uneven_data_go_on_in_the_middle_of_an_epoch(left_by, launch,
         assert without > 1e-3
 
 
+@every("declared")
+def test_ranks_with_declared_shapes_train_as_with_static_ones(left_by, launch, case):
+    """By two graphs, as some batches are dicts. Control: without the declaration, more."""
+    for left in left_by(case, launch):
+        for sync in ("window", "microbatch", "zero1"):
+            (many, static), (few, found) = left[f"{sync} static"], left[f"{sync} declared"]
+            assert many > few == 2
+            assert difference([*map(np.array, found)], [*map(np.array, static)]) < 1e-6
+
+
 @every("evaluated")
 def test_ranks_evaluate_together(left_by, launch, case):
     """With uneven data. Control: the mean of the ranks' means. If one fails, or makes another call, all say so."""

@@ -112,7 +112,7 @@ LAUNCHES = {  # ranks, cases
     "zero-compiled": (2, [f"{case}:jit" for case in ("zero_defects", "zero_model", *_ZERO_RUNS)]),
     "zero-optimizers": (2, ["zero_checkpoints:jit", "zero_optimizers:jit"]),
     "left": (2, ["left_alone:jit"]),
-    "calls": (2, ["evaluated:jit", "twins", "by_hand", "by_hand:jit"]),
+    "calls": (2, ["evaluated:jit", "declared:jit", "twins", "by_hand", "by_hand:jit"]),
     "mixed": (2, ["own_all_reduce"]),
 }
 
@@ -214,6 +214,23 @@ def evaluated(rank):
              "again": step.evaluate(data), "held": [before, step.status().mini_step]}
     means = [float(mean_loss(network)(*tensors(*batch))) for batch in data]
     return {**found, "own": np.mean(means), "other": said_by(lambda: step.evaluate(data) if rank else step.flush())}
+
+
+def declared(rank):
+    """Parameters after training on batches of other sizes on each rank, whose shapes are declared as dynamic or not."""
+    x, y = (Tensor(shape=shape, dtype=dtype) for shape, dtype in (([None, 6], ms.float32), ([None], ms.int32)))
+    left = {}
+    for sync in ("window", "microbatch", "zero1"):
+        for kind in ("static", "declared"):
+            network = MLP(seed=0)
+            forward_fn = mean_loss(network)
+            if kind == "declared":
+                forward_fn = ms.enable_dynamic(x=x, y=y)(forward_fn)
+            step = make_train_step(forward_fn, accumulator(network, sync=sync))
+            train(step, microbatches(rank, uneven=True))
+            shapes = str(step).rpartition(", ")[2].split()[0]
+            left[f"{sync} {kind}"] = int(shapes), [p.asnumpy().tolist() for p in network.get_parameters()]
+    return left
 
 
 def damaged(rank):
