@@ -45,8 +45,9 @@ def mode_named():
 
 
 @pytest.fixture(params=["jit", "pynative"])
-def mode(request, mode_named):
-    return mode_named(request.param)
+def mode(request):
+    with running(request.param):
+        yield request.param
 
 
 @pytest.fixture

@@ -122,7 +122,7 @@ def test_what_the_script_gives_the_optimizer_counts(case, compiled_if_slow):
         assert moved(*resumed, 1) == pytest.approx(first, rel=1e-5 if expected else 1)
 
 
-def test_rates_of_the_file_are_kept_if_the_script_says_so(mode):
+def test_rates_of_the_file_are_kept_if_the_script_says_so(compiled_if_slow):
     """Control: without it, see above; a list of another length does not fit."""
     network, train_step = built(sgd(0.1))
     moved(network, train_step)
@@ -208,7 +208,7 @@ def test_an_optimizer_of_ones_own_may_hold_anything():
 
 
 @pytest.mark.parametrize("driver", ["step", "hand"])
-def test_a_rate_that_the_training_has_changed_goes_on(driver, mode):
+def test_a_rate_that_the_training_has_changed_goes_on(driver, compiled_if_slow):
     """A plateau rule: resumed by the same script, bit-identical and without a note; a new rate counts, also one that is
     assigned before the load. Control: the initial rate."""
     def train(network, train_step, microbatches):
@@ -299,7 +299,7 @@ def test_other_settings_count_at_a_closed_window(case, compiled_if_slow):
     assert loaded(*made(new)).startswith(message)
 
 
-def test_pieces_may_change_in_an_open_window(mode):
+def test_pieces_may_change_in_an_open_window(compiled_if_slow):
     network, train_step = built(sgd(0.1))
     moved(network, train_step, 3)
     save_checkpoint("c.safetensors", network, train_step)
@@ -316,7 +316,10 @@ def weights(network, value):
             for p in network.get_parameters()}
 
 
-@pytest.mark.parametrize("form", ["dict", "ours", "ckpt", "safetensors"])
+@pytest.mark.parametrize(("form", "mode"), [
+    ("dict", "jit"), ("ours", "pynative"), ("ckpt", "pynative"), ("safetensors", "pynative"),
+    *(pytest.param(form, "jit", marks=pytest.mark.slow) for form in ("ours", "ckpt", "safetensors"))],
+    indirect=["mode"])
 def test_weights_are_loaded_into_a_step_that_has_begun(form, mode):
     """From each kind of file; the next update begins with them. Controls: MindSpore's loader has no effect, and the
     next epoch, flush, save and load say so; a step that is built again trains."""

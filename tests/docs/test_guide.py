@@ -40,6 +40,8 @@ SCRIPTS = {name: blocks_of(text) for name, text in PAGES.items()
 # Their blocks are in test_other_libraries.py.
 ANOTHER_LIBRARY = re.compile(r"^from mind(?:one|cv|yolo|ocr)\b", re.MULTILINE)
 TABLE = re.search(r"^## Which call for me\?\n\n((?:\|.*\n)+)", README, re.MULTILINE)[1]
+LONG = ("language-models", "train-step", "by-hand", "check", "checkpoints")
+FIRST, CHINESE = "first-hour", "first-hour-cn"  # test_chinese.py compares its code with the English page's
 CONTRIBUTORS = {"contributing", "how-it-works", "what-mindspore-does"}
 NEEDED = """
 from mindspore.train import Model
@@ -90,19 +92,46 @@ def replacements():
     return Block("\n".join(lines))
 
 
-def test_every_block_of_pages_and_docstrings_prints_what_it_says():
-    scripts = {name: [block for block in blocks if not ANOTHER_LIBRARY.search(block.code)]
-               for name, blocks in SCRIPTS.items()}
-    scripts["other-libraries"].append(replacements())
-    assert not blocks_of(README)
-    scripts |= {**readmes_diff(), "first_hour_resumed": resumed(), "readme_table": [calls_of_readmes_table()]}
-    documented = [name for name in PUBLIC if name not in (*EXCEPTIONS, "ms_accum.batch_size.plan_micro_batch")]
-    scripts |= {f"doc_{name.replace('.', '_')}": [docstring_block(name)] for name in documented}
+def scripts_of(process):
+    """`{name: blocks}` of the scripts that a process runs."""
+    if process == "docstrings":
+        documented = [name for name in PUBLIC if name not in (*EXCEPTIONS, "ms_accum.batch_size.plan_micro_batch")]
+        return {f"doc_{name.replace('.', '_')}": [docstring_block(name)] for name in documented}
+    if process == "README":
+        assert not blocks_of(README)
+        return {**readmes_diff(), "first_hour_resumed": resumed(), "readme_table": [calls_of_readmes_table()]}
+    names = [process] if process in SCRIPTS else [name for name in SCRIPTS if name not in (*LONG, FIRST, CHINESE)]
+    scripts = {name: [block for block in SCRIPTS[name] if not ANOTHER_LIBRARY.search(block.code)] for name in names}
+    if "other-libraries" in scripts:
+        scripts["other-libraries"].append(replacements())
+    return scripts
+
+
+def require_printed(process):
+    scripts = scripts_of(process)
     printed = run_blocks(scripts)
     wrong = {name: said for name, blocks in scripts.items()
              for block, (said, _) in zip(blocks, printed[name], strict=True) if not block.agrees(said)}
     assert wrong == {}
-    assert sum(block.printed is not None for blocks in scripts.values() for block in blocks) >= 30
+
+
+@pytest.mark.parametrize("process", ["docstrings", "README", FIRST, "other pages",
+                                     pytest.param(CHINESE, marks=pytest.mark.slow)])
+def test_every_block_of_pages_and_docstrings_prints_what_it_says(process):
+    require_printed(process)
+
+
+@pytest.mark.usefixtures("compiled_if_slow")
+@pytest.mark.parametrize("page", LONG)
+def test_every_block_of_a_long_page_prints_what_it_says(page):
+    """Their graphs take minutes to compile."""
+    require_printed(page)
+
+
+def test_every_page_is_run():
+    scripts = [scripts_of(process) for process in ("docstrings", "README", "other pages", FIRST, CHINESE, *LONG)]
+    assert {name for names in scripts for name in names} > SCRIPTS.keys()
+    assert sum(block.printed is not None for each in scripts for blocks in each.values() for block in blocks) >= 30
 
 
 @pytest.mark.slow  # three processes that fill gigabytes, and run the main script, too

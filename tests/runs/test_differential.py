@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from mindspore import Tensor
 from support.differential.accumulating import Accumulating
-from support.differential.cases import COMPILED, LEVELS, OP_BY_OP, WITH_AXIS, compose, near_plain, plain_case
+from support.differential.cases import COMPILED, LEVELS, OP_BY_OP, STEPS, WITH_AXIS, compose, near_plain, plain_case
 from support.differential.defects import DEFECTS, PUT_BACK, cases, put_back
 from support.differential.follow import follow
 from support.differential.networks import build_loss
@@ -55,6 +55,8 @@ def stratified():
             fixed = {}
         fixed["empty_at"] = None if driver.startswith("model") else (0, None, 5)[i % 3]
         fixed["batch_axis"] = (i if driver in COMPILED else i // 5) % 2 if driver.startswith(WITH_AXIS) else 0
+        if driver.split("-")[0] in STEPS:
+            fixed.update(evaluate_at=(3, 0)[i // 5 % 2], rate_at=(1, 0, 2)[i % 3], rates="number")
         if driver in COMPILED:
             fixed.update(one_graph, **({"aux": True} if driver == "ahead" else {"weight": "number"}))
         elif driver != "ahead-pynative":
@@ -63,13 +65,15 @@ def stratified():
             if event != "save":
                 fixed["loss"] = ("masked", "mean")[i % 2]
         dropped = {"scaler": ("dynamic", 6, 2), "on_nonfinite": "skip_window", "nonfinite_at": 3 if i == 3 else 2}
-        fixed.update({3: dropped, 6: {**dropped, "aux": True}, 12: {"aux": True}}.get(i, {}))
+        fixed.update({3: dropped, 6: {**dropped, "aux": True}, 12: {"aux": True, "weight": "returned"}}.get(i, {}))
         # A model ends in an incomplete window.
         count = 4 if driver == "ahead" else 7 if driver.startswith("model") else 6
         yield drawn(i, driver=driver, level=level, large=False, count=count, pieces=1 + cut, **fixed)
 
 
-SLOW = range(len(COMPILED) + 1, len(COMPILED) + 3 * len(OP_BY_OP), 2)  # every other run that is not compiled
+# Every other run that is not compiled; of each driver, one or two are fast.
+SLOW = [i for i in range(len(COMPILED), len(COMPILED) + 3 * len(OP_BY_OP))
+        if (i - len(COMPILED) + (i - len(COMPILED)) // len(OP_BY_OP)) % 2]
 
 
 @pytest.mark.parametrize("case", [
@@ -78,6 +82,29 @@ SLOW = range(len(COMPILED) + 1, len(COMPILED) + 3 * len(OP_BY_OP), 2)  # every o
 def test_runs_of_each_driver_and_level(case, tmp_path):
     print(case)
     assert follow(case, tmp_path) > len(case.sizes)
+
+
+# What scripts use together, compiled, with few graphs: one for all numbers of rows.
+_TOGETHER = {"declared": True, "event": "shapes", "shapes": (8, 5), "weight": "returned", "loss": "masked"}
+TOGETHER = [
+    plain_case("step", **_TOGETHER, accumulate_step=((0, 1), (1, 2)), aux=True, evaluate_at=0, rate_at=2, groups=True),
+    plain_case("cell-graph", **_TOGETHER, loss_reduction="sum", on_nonfinite="skip_window", nonfinite_at=3)]
+
+
+@pytest.mark.parametrize("case", TOGETHER, ids=lambda case: case.driver)
+def test_features_that_scripts_use_together(case, tmp_path):
+    print(case)
+    assert follow(case, tmp_path) > len(case.sizes)
+
+
+@pytest.mark.parametrize("defect", [
+    "the weight that is returned does not count", "the gradient of a sum is weighed",
+    "an evaluation is the mean of its batches' means", "the first group's rate is set for all"])
+def test_a_defect_that_is_put_back_is_found_op_by_op(defect, monkeypatch, tmp_path_factory):
+    """Negative control: by those of the cases below that are not compiled."""
+    put_back(defect, monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        follow_each([case for case in cases(defect) if not case.compiled], tmp_path_factory)
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""Evaluation: the loss of the undivided data, in evaluation mode, and nothing else changes."""
+"""Evaluation: the loss of the undivided data, in evaluation mode, and nothing else changes.
+
+Evaluations in the middle of training runs are in test_differential.py.
+"""
 import warnings
 
 import mindspore as ms
@@ -11,14 +14,12 @@ from support.training import LOSS, sgd, step_of
 from ms_accum import make_grad_cache_step, make_train_step
 from ms_accum.core.optimizers import state_of
 from ms_accum.selftest.comparing import values
-from ms_accum.selftest.networks import MLP, NO_TARGET, Encoder, TargetLoss, batches, contrastive_loss, targets, tensors
+from ms_accum.selftest.networks import MLP, NO_TARGET, Encoder, batches, contrastive_loss, targets, tensors
 
 pytestmark = pytest.mark.core
 
 SIZES = (6, 4, 0, 7)  # of batches; one is empty
 MODE = pytest.mark.parametrize("mode", ["graph", "pynative"])
-RUN = pytest.mark.parametrize("way", ["graph", "pynative", "eager"])
-FEW = pytest.mark.parametrize("way", ["graph", "eager"])
 
 
 def network_with_modes(dropout=0.5):
@@ -102,18 +103,21 @@ def state_in(network, step):
                                             *(state for _, state in state_of(step.accumulator.optimizer)))]
 
 
-@RUN
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "way"), [*((case, "eager") for case in CASES), (summed, "graph")])
 def test_it_is_the_loss_of_the_undivided_data_in_evaluation_mode(case, way):
-    """By MindSpore alone. Controls: the mean of the batches' means, and the loss of the same data in training mode."""
+    """By MindSpore alone; nothing changes. Controls: the mean of the batches' means, and the loss of the same data in
+    training mode.
+    """
     with running("pynative" if way == "eager" else way):
-        network, (data, whole) = network_with_modes(), data_of()
+        network, (data, whole) = network_with_modes(), data_of((4, 6, 0, 6) if way == "graph" else SIZES)
         step = step_for(case, network, way)
+        before = state_in(network, step)
         modes = [layer.training for _, layer in network.cells_and_names()]
         expected = expected_of(case, network, whole)
         loss = step.evaluate(data)
         assert type(loss) is float
         assert abs(loss - expected) < 1e-6 * expected
+        assert state_in(network, step) == before
         assert [layer.training for _, layer in network.cells_and_names()] == modes
         means = [step.evaluate([batch]) for batch in data if len(batch[0])]
         assert abs(np.mean(means) - expected) > 1e-3 * expected
@@ -122,115 +126,96 @@ def test_it_is_the_loss_of_the_undivided_data_in_evaluation_mode(case, way):
         assert abs(in_training - means[1]) > 1e-3 * expected
 
 
-@FEW
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("case", [mean, summed])
-def test_nothing_else_changes(case, way):
+def test_nothing_else_changes(case):
     """Bit by bit: an open window, its unit, counters, state; then training goes on as if nothing had been. Also before
     the first microbatch, and in `on_update`. Control: one more microbatch, and statistics that training moves.
     """
-    with running("pynative" if way == "eager" else way):
-        ends, (data, _) = [], data_of((6, 4, 6, 8, 4))
-        for evaluates in (False, True):
-            network = network_with_modes(dropout=0.0)  # it draws what nobody can repeat
-            step = step_for(case, network, way, clip_norm=1.0)
-            losses = []
+    ends, (data, _) = [], data_of((6, 4, 6, 8, 4))
+    for evaluates in (False, True):
+        network = network_with_modes(dropout=0.0)  # it draws what nobody can repeat
+        step = step_for(case, network, "eager", clip_norm=1.0)
+        losses = []
 
-            def evaluate(step=step, losses=losses):
-                losses.append(step.evaluate(data_of(seed=2)[0]))
+        def evaluate(step=step, losses=losses):
+            losses.append(step.evaluate(data_of(seed=2)[0]))
 
+        if evaluates:
+            step.on_update(evaluate)
+            evaluate()
+        for _ in step.epoch(data):
             if evaluates:
-                step.on_update(evaluate)
+                before, status, updated = state_in(network, step), step.status(), step.updated
                 evaluate()
-            for _ in step.epoch(data):
-                if evaluates:
-                    before, status, updated = state_in(network, step), step.status(), step.updated
-                    evaluate()
-                    assert state_in(network, step) == before
-                    assert (repr(step.status()), step.updated, step.trained) == (repr(status), updated, status.trained)
-            assert step.status().update_step == 3
-            ends.append(state_in(network, step))
-            assert len(losses) == 9 * evaluates
-            assert np.isfinite(losses).all()
-            assert (losses[:1] != losses[-1:]) is evaluates
-            moved = state_in(network, step)
-            step(*data[0])
-            assert moved != state_in(network, step)
-        assert ends[0] == ends[1]
+                assert state_in(network, step) == before
+                assert (repr(step.status()), step.updated, step.trained) == (repr(status), updated, status.trained)
+        assert step.status().update_step == 3
+        ends.append(state_in(network, step))
+        assert len(losses) == 9 * evaluates
+        assert np.isfinite(losses).all()
+        assert (losses[:1] != losses[-1:]) is evaluates
+        moved = state_in(network, step)
+        step(*data[0])
+        assert moved != state_in(network, step)
+    assert ends[0] == ends[1]
 
 
-@MODE
-@pytest.mark.parametrize("pieces", [1, 3])
-@pytest.mark.parametrize("weighs", [False, True])
-def test_several_losses_have_a_mean_each(weighs, pieces, mode):
+@pytest.mark.usefixtures("uncompiled")
+def test_several_losses_have_a_mean_each():
     """Control: the second loss is not the mean over all samples."""
-    with running(mode):
-        network, (data, (x, y)) = network_with_modes(), data_of()
+    network, (data, (x, y)) = network_with_modes(), data_of()
 
-        def forward_fn(x, y):
-            logits = network(x)
-            counts = (y != NO_TARGET).astype(ms.float32)
-            squares = ops.square(logits).sum(-1)
-            return LOSS(logits, ops.maximum(y, 0)), ((squares * counts).sum() / counts.sum() if weighs
-                                                     else squares.mean())
+    def forward_fn(x, y):
+        logits = network(x)
+        counts = (y != NO_TARGET).astype(ms.float32)
+        squares = ops.square(logits).sum(-1)
+        return LOSS(logits, ops.maximum(y, 0)), (squares * counts).sum() / counts.sum()
 
-        def counts(x, y):
-            return x.shape[0], targets(x, y)
+    def counts(x, y):
+        return x.shape[0], targets(x, y)
 
-        step = make_train_step(forward_fn, sgd(network), 2, losses=2, pieces=pieces,
-                               weight_fn=counts if weighs else None)
-        found = step.evaluate(data)
-        network.set_train(False)
-        squares = (network(x).asnumpy() ** 2).sum(-1)
-        counted = squares[y.asnumpy() != NO_TARGET] if weighs else squares
-        assert abs(found[0] - float(LOSS(network(x), ops.maximum(y, 0)))) < 1e-6
-        assert abs(found[1] / counted.mean() - 1) < 1e-6
-        assert weighs == (abs(found[1] / squares.mean() - 1) > 1e-3)
-        if weighs:
-            with pytest.raises(ValueError, match=r"weights of loss 1 \(counted from 0\) in all 1 batches are 0"):
-                step.evaluate([(data[0][0], np.full(6, NO_TARGET, np.int32))])
+    step = make_train_step(forward_fn, sgd(network), 2, losses=2, pieces=3, weight_fn=counts)
+    found = step.evaluate(data)
+    network.set_train(False)
+    squares = (network(x).asnumpy() ** 2).sum(-1)
+    assert abs(found[0] - float(LOSS(network(x), ops.maximum(y, 0)))) < 1e-6
+    assert abs(found[1] / squares[y.asnumpy() != NO_TARGET].mean() - 1) < 1e-6
+    assert abs(found[1] / squares.mean() - 1) > 1e-3
+    with pytest.raises(ValueError, match=r"weights of loss 1 \(counted from 0\) in all 1 batches are 0"):
+        step.evaluate([(data[0][0], np.full(6, NO_TARGET, np.int32))])
 
 
 @MODE
 def test_a_loss_over_the_batch_is_that_of_the_whole_batch(mode):
-    """Control: the mean of the pieces' losses, which have fewer negatives."""
-    rng = np.random.default_rng(3)
-    data = [tuple(rng.normal(size=(n, 6)).astype(np.float32) for _ in range(2)) for n in (6, 4)]
+    """Control: the mean of the pieces' losses, which have fewer negatives; op by op."""
+    rng, sizes = np.random.default_rng(3), (6, 4) if mode == "pynative" else (4, 4)
+    data = [tuple(rng.normal(size=(n, 6)).astype(np.float32) for _ in range(2)) for n in sizes]
     with running(mode):
         network = MLP()
         encode = Encoder(network)
         step = make_grad_cache_step(encode, contrastive_loss, sgd(network), 1, pieces=2)
         losses = [float(contrastive_loss(*encode(*map(Tensor, batch)))) for batch in data]
-        mean_of_both = np.average(losses, weights=[6, 4])
+        mean_of_both = np.average(losses, weights=sizes)
         assert abs(step.evaluate([*data, tuple(part[:0] for part in data[0])]) - mean_of_both) < 1e-6
-        halves = [tuple(part[i:i + 3] for part in data[0]) for i in (0, 3)]
-        assert abs(step.evaluate(halves) - losses[0]) > 1e-2
+        if mode == "pynative":
+            halves = [tuple(part[i:i + 3] for part in data[0]) for i in (0, 3)]
+            assert abs(step.evaluate(halves) - losses[0]) > 1e-2
 
 
-@MODE
-def test_batches_are_those_of_an_epoch(mode):
-    """Named ones, datasets; declared dynamic shapes of which one graph takes all."""
+@pytest.mark.usefixtures("uncompiled")
+def test_batches_are_those_of_an_epoch():
+    """Named ones, datasets."""
     data, whole = data_of((4, 4, 4))
-    with running(mode):
-        network = MLP()
-        step = step_for(tokens, network)
-        loss = step.evaluate(data)
-        assert step.evaluate([{"y": y, "x": x} for x, y in data]) == pytest.approx(loss, rel=1e-6)
-        dataset = ms.dataset.NumpySlicesDataset(dict(zip("xy", map(Tensor.asnumpy, whole))), shuffle=False)
-        assert abs(step.evaluate(dataset.batch(6)) - loss) < 1e-6
-        with pytest.raises(ValueError, match="yields samples of NumpySlicesDataset one by one"):
-            step.evaluate(dataset)
-        with pytest.raises(TypeError, match="batches is a dict"):
-            step.evaluate({"x": data[0][0], "y": data[0][1]})
-
-        lengths = TargetLoss(network)
-        lengths.set_inputs(Tensor(shape=(2, None, 6), dtype=ms.float32), Tensor(shape=(2, None), dtype=ms.int32))
-        dynamic = make_train_step(lengths, sgd(network), 1, weight_fn=targets)
-        cut = [(x.reshape(2, -1, 6)[:, :n], y.reshape(2, -1)[:, :n]) for n, (x, y) in zip((2, 1, 2), data)]
-        plain = make_train_step(TargetLoss(network), sgd(network), 1, weight_fn=targets)
-        assert abs(dynamic.evaluate(cut) - plain.evaluate(cut)) < 1e-6
-        if mode != "pynative":
-            assert "1 compiled shape)" in repr(dynamic)
-            assert "2 compiled shapes)" in repr(plain)
+    step = step_for(tokens, MLP())
+    loss = step.evaluate(data)
+    assert step.evaluate([{"y": y, "x": x} for x, y in data]) == pytest.approx(loss, rel=1e-6)
+    dataset = ms.dataset.NumpySlicesDataset(dict(zip("xy", map(Tensor.asnumpy, whole))), shuffle=False)
+    assert abs(step.evaluate(dataset.batch(6)) - loss) < 1e-6
+    with pytest.raises(ValueError, match="yields samples of NumpySlicesDataset one by one"):
+        step.evaluate(dataset)
+    with pytest.raises(TypeError, match="batches is a dict"):
+        step.evaluate({"x": data[0][0], "y": data[0][1]})
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -246,11 +231,10 @@ def test_no_batch_and_no_weight_are_refused():
     assert step.status().trained == 0
 
 
-@FEW
-@pytest.mark.parametrize("where", ["data", "forward"])
+@pytest.mark.parametrize(("where", "way"), [("data", "eager"), ("forward", "eager"), ("forward", "graph")])
 def test_after_an_error_modes_are_those_before_and_the_next_evaluation_is_right(where, way):
     with running("pynative" if way == "eager" else way):
-        network, (data, _) = network_with_modes(), data_of((6, 4))
+        network, (data, _) = network_with_modes(), data_of((6, 6))
         step = step_for(mean, network, way)
         loss = step.evaluate(data)
         step(*data[0])

@@ -1,14 +1,14 @@
-"""`has_weight=True`: forward_fn returns its own weight. Runs equal those with a weight_fn, and plain MindSpore."""
+"""`has_weight=True`: forward_fn returns its own weight. Whole runs are in test_differential.py."""
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, amp, nn, ops
+from mindspore import Tensor, nn, ops
 from support.modes import running
 from support.rank_cases import every
 from support.training import gradient_of, sgd
 
-from ms_accum import DataParallel, TrainOneStepCell, make_train_step, until_weight
-from ms_accum.selftest.comparing import difference, values
+from ms_accum import DataParallel, TrainOneStepCell, make_train_step
+from ms_accum.selftest.comparing import difference
 from ms_accum.selftest.networks import MLP, NO_TARGET, TargetLoss, batches, targets, tensors
 
 pytest_plugins = ["support.launch"]
@@ -29,13 +29,11 @@ DATA = microbatches()
 class Returning(nn.Cell):
     """Return the loss, and the weight or what stands for it."""
 
-    def __init__(self, loss, weigh=targets, aux=False):
+    def __init__(self, loss, weigh):
         super().__init__(auto_prefix=False)
-        self.loss, self.weigh, self.aux = loss, weigh, aux
+        self.loss, self.weigh = loss, weigh
 
     def construct(self, x, y):
-        if self.aux:
-            return self.loss(x, y), self.weigh(x, y), (x.mean(-1), y.max() * 1.0)
         return self.loss(x, y), self.weigh(x, y)
 
 
@@ -43,61 +41,20 @@ def rows(x, y):
     return x.shape[0]
 
 
-def trained(make, mode, reduction, weigh=targets, data=DATA, accumulate_step=2, **options):
-    """Parameters, counters and losses. `weigh`: what the loss returns beside it; None: `targets` is the weight_fn."""
-    loss = TargetLoss(MLP(), reduction)
-    if "loss_scaler" in options:
-        options["loss_scaler"] = options["loss_scaler"](2.0**8)
-    optimizer = nn.Momentum(loss.trainable_params(), 0.5, 0.9)
-    weights = {"weight_fn": targets} if weigh is None else {"has_weight": True}
-    with running({"jit": "graph"}.get(mode, mode) if make is TrainOneStepCell else mode):
-        step = make(loss if weigh is None else Returning(loss, weigh), optimizer, accumulate_step,
-                    loss_reduction=reduction, **weights, **options)
-        losses = [step(x, y) for x, y in data]
-        step.flush()
-    losses = [float(one[0] if isinstance(one, tuple) else one) for one in losses]
-    return values(loss.trainable_params()), step.status(), losses
-
-
-CASES = [{}, {"pieces": 2}, {"clip_norm": 0.1}, {"on_nonfinite": "skip_microbatch"}, {"on_nonfinite": "skip_window"},
-         {"loss_scaler": amp.StaticLossScaler}, {"accumulate_step": until_weight(4)}, {"accumulate_step": 1}]
-RUNS = [(make_train_step, "jit", options) for options in CASES] + [
-    (make_train_step, "pynative", {**options, "eager": True}) for options in CASES] + [
-    (TrainOneStepCell, mode, options) for mode in ("jit", "pynative") for options in CASES if "pieces" not in options]
-FAST = [i for i, (make, mode, options) in enumerate(RUNS) if mode == "pynative" or (
-    make is make_train_step and options in ({}, {"accumulate_step": 1}))]
-
-
-@pytest.mark.parametrize("reduction", [MEAN, SUM])
-@pytest.mark.parametrize(("make", "mode", "options"), [
-    pytest.param(*run, marks=[] if i in FAST else [pytest.mark.slow]) for i, run in enumerate(RUNS)])
-def test_a_returned_weight_is_that_of_a_weight_fn(make, mode, options, reduction):
-    """Parameters, counters and losses. Control: with numbers of samples returned, parameters end elsewhere."""
-    got, status, losses = trained(make, mode, reduction, **options)
-    expected, other, others = trained(make, mode, reduction, None, **options)
-    assert difference(got, expected) <= 1e-6
-    assert losses == pytest.approx(others, rel=1e-5)
-    assert status[:8] == pytest.approx(other[:8], nan_ok=True, rel=1e-5)
-    assert status.seen == 7
-    control, counted, _ = trained(make, mode, reduction, rows, **options)
-    assert counted.seen == 21
-    cancels = options.get("accumulate_step") == 1 if reduction == MEAN else "clip_norm" in options
-    assert difference(control, expected) > 1e-3 or cancels
-
-
-@pytest.mark.parametrize(("reduction", "pieces"), [(MEAN, 1), (SUM, 1), (MEAN, 3), (SUM, 3)])
+@pytest.mark.parametrize(("reduction", "pieces", "mode"), [
+    (SUM, 3, "jit"), (MEAN, 1, "pynative"), (MEAN, 3, "pynative"), (SUM, 1, "pynative")])
 def test_it_is_the_gradient_of_the_undivided_batch(reduction, pieces, mode):
     """By plain MindSpore. Control: with numbers of samples returned, it is not."""
     whole = tuple(map(ops.concat, zip(*DATA)))
     loss = TargetLoss(MLP(), MEAN)
     grads = ms.value_and_grad(loss, None, ms.ParameterTuple(loss.trainable_params()))(*whole)[1]
     expected = [g.asnumpy() for g in grads]
-    got, found = [], TargetLoss(MLP(), reduction)
-    for weigh in (targets, rows):
-        with running(mode):
+    got = []
+    for weigh, way in ((targets, mode), (rows, "pynative")):
+        with running(way):
             found = TargetLoss(MLP(), reduction)
             gradient, value = gradient_of(Returning(found, weigh), found, whole, has_weight=True, pieces=pieces,
-                                          loss_reduction=reduction, eager=mode == "pynative")
+                                          loss_reduction=reduction, eager=way == "pynative")
         got.append(difference(gradient, expected))
         if weigh is targets:
             assert float(value) == pytest.approx(float(loss(*whole)), rel=1e-5)
@@ -105,28 +62,9 @@ def test_it_is_the_gradient_of_the_undivided_batch(reduction, pieces, mode):
     assert got[1] > 1e-3 or (pieces, reduction) == (1, MEAN)
 
 
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_aux_comes_last(pieces, mode):
-    """Averaged by the weight that is returned. Control: by samples, the mean of the second is another one."""
-    x, y = DATA[3]
-    results = []
-    for weigh in (targets, rows):
-        loss = TargetLoss(MLP())
-        with running(mode):
-            step = make_train_step(Returning(loss, weigh, aux=True), sgd(loss), 1, has_weight=True, has_aux=True,
-                                   pieces=pieces)
-            _, (means, mean) = step(x, y)
-        assert means.asnumpy() == pytest.approx(x.asnumpy().mean(-1), rel=1e-5)
-        results.append(float(mean))
-    y = y.asnumpy()
-    parts = [y] if pieces == 1 else [y[:3], y[3:]]
-    expected = [np.average([part.max() for part in parts], weights=[weigh(part) for part in parts])
-                for weigh in (lambda part: (part != NO_TARGET).sum(), len)]
-    assert results == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("options", [{}, {"on_nonfinite": "skip_microbatch"}, {"eager": True}])
-@pytest.mark.parametrize("reduction", [MEAN, SUM])
+@pytest.mark.parametrize(("reduction", "options", "mode"), [
+    (SUM, {"on_nonfinite": "skip_microbatch"}, "jit"), (MEAN, {}, "jit"),
+    (SUM, {"eager": True}, "pynative"), (MEAN, {"eager": True, "on_nonfinite": "skip_microbatch"}, "pynative")])
 def test_a_weight_that_depends_on_parameters_is_not_differentiated(reduction, options, mode):
     """Also where a stage looks at the gradient of a sum, which is then divided first. Control: that of a quotient."""
     network, x = nn.Dense(6, 1, "ones", "ones"), DATA[0][0]
@@ -138,14 +76,9 @@ def test_a_weight_that_depends_on_parameters_is_not_differentiated(reduction, op
         loss = ops.square(network(x)).sum()
         return loss / (1 if reduction == SUM else 6), weigh(x)
 
-    def loss_of(x):
-        return returning(x)[0] / (weigh(x) if reduction == SUM else 1)
-
     def quotient(x):
         return ops.square(network(x)).sum() / weigh(x)
 
-    if options.get("eager") and mode == "jit":
-        pytest.skip("a compiled step is not eager")
     weights = ms.ParameterTuple(network.trainable_params())
     plain = [g.asnumpy() for g in ms.grad(lambda x: ops.square(network(x)).sum(), None, weights)(x)]
     constant = float(weigh(x)) if reduction == SUM else 6

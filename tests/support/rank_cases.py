@@ -91,17 +91,19 @@ COMPILED_OF = dict(zip(OP_BY_OP, COMPILED))
 MNIST = ("--epochs", "2", "--batch-size", "400", "--momentum", "0.9", "--save", "run.safetensors")
 _RUNS = [f"trained:{name}" for name in range(DRAWN)]
 _FEW = [f"trained:{3 * i + i % 3}" for i in range(len(SYNCS))]  # one of each kind of exchange
-_OTHERS = ["damaged", "other_ranks:window", "other_ranks:zero1", "other_ranks:zero2", "noise:window",
-           "noise:zero1", "noise:zero2"]
+_FILES = ["damaged", "other_ranks:window", "other_ranks:zero1", "other_ranks:zero2"]
+_NOISE = ["noise:window", "noise:zero1", "noise:zero2"]
+_OTHERS = [*_FILES, *_NOISE]
 _NODES = ["other_ranks:nodes", "noise:nodes-zero2", "other_ranks:nodes-zero2"]  # of several ranks
 _ZERO = ["zero_refusals", "zero_interrupted", "zero_own"]
 _STUCK = [f"stuck:{sync}" for sync in ("window", "microbatch", "zero1", "zero2")]
 _ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
+FAST = ("fast", "fast-calls")  # two, so that two workers of pytest need not wait for one
 LAUNCHES = {  # ranks, cases
-    "fast": (2, [*_FEW, *_OTHERS, *_ZERO, *_STUCK, "logged:window", "logged:microbatch", "traffic:window",
-                 "traffic:microbatch", "refusals", "apart", "sharded_later", "followed:jit",
-                 "empty", "returned", "left_early", "left_inside", "saved_on_update", "evaluated", "unmatched",
-                 "built_again", "failing"]),
+    "fast": (2, [*_FEW, *_NOISE, *_ZERO, "traffic:window", "traffic:microbatch", "followed:jit"]),
+    "fast-calls": (2, [*_FILES, *_STUCK, "logged:window", "logged:microbatch", "refusals", "apart", "sharded_later",
+                       "empty", "returned", "left_early", "left_inside", "saved_on_update", "evaluated", "unmatched",
+                       "built_again", "failing"]),
     "others": (2, [*(case for case in _RUNS if case not in _FEW), "resumed:window", "resumed:zero2", "zero_defects",
                    "zero_model", "selftest"]),
     "scripts": (2, ["mnist", "mnist_zero"]),
@@ -118,9 +120,9 @@ LAUNCHES = {  # ranks, cases
 
 
 def every(kind):
-    """Parametrize a test by the cases that call the function `kind`; only those of the fast launch are fast."""
+    """Parametrize a test by the cases that call the function `kind`; only those of the fast launches are fast."""
     return pytest.mark.parametrize(("launch", "case"), [
-        pytest.param(launch, case, marks=[] if launch == "fast" else [pytest.mark.slow])
+        pytest.param(launch, case, marks=[] if launch in FAST else [pytest.mark.slow])
         for launch, (_, cases) in LAUNCHES.items() for case in cases if case.split(":")[0] == kind])
 
 

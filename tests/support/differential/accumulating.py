@@ -114,13 +114,9 @@ class Accumulating:
             losses = losses if isinstance(losses, (tuple, list)) else (losses,)
             numbers = np.array([float(loss.asnumpy()) for loss in losses])
             loss, self.said = (numbers, []) if self.case.ahead else (numbers[0], [*numbers[1:]])
-            after(loss, turned(part.asnumpy() for part in aux or ()))
+            after(loss, self._turned(part.asnumpy() for part in aux or ()))
 
-        def turned(arrays):
-            """Samples along `batch_axis`, or back."""
-            return [array.T if self.case.batch_axis else array for array in arrays]
-
-        batches = [turned(batch) for batch in batches]
+        batches = [self._turned(batch) for batch in batches]
         if self.driver.kind == "model":
             self.driver.epoch(batches, read, flush=last)
         elif self.case.ahead and self.case.accumulate_step != 1:  # a single call is a window of its own
@@ -128,6 +124,13 @@ class Accumulating:
         else:
             for batch in batches:
                 read(self.driver(*batch))
+
+    def evaluate(self, batches):
+        return self.driver.steps[0].evaluate([self._turned(batch) for batch in batches])
+
+    def _turned(self, arrays):
+        """Samples along `batch_axis`, or back."""
+        return [array.T if self.case.batch_axis else array for array in arrays]
 
     def facts(self):
         """What is compared, as plain values."""

@@ -15,6 +15,7 @@ DECLARED = ("step", "ahead", "cell-graph")  # take declared shapes
 BY_HAND = ("hand", "backward")
 DRIVERS = (*COMPILED, *OP_BY_OP)
 WITH_AXIS = ("step", "ahead", "cell")  # take samples along another axis
+STEPS = ("step", "ahead")  # evaluate, and set a rate
 # MindSpore 2.10 on CPU fails by itself on these, or computes a gradient of 0.
 BROKEN = {("mha", "O1"), *(("lstm", level) for level in ("O2", "O3", "to_float", "half"))}
 WINDOWS = (1, 2, 3, ((0, 2), (1, 1), (2, 3)), "growing", ("until", 14.0, 4))
@@ -28,7 +29,8 @@ PLAIN = {
     "optimizer": "nn.Momentum", "groups": False, "rates": "number", "reduction": "mean", "accumulate_step": 2,
     "clip_norm": None, "pieces": 1, "weight": "samples", "scaler": None, "on_nonfinite": "apply", "noise_scale": False,
     "event": "none", "nonfinite_at": None, "load_into": "fresh", "shapes": (6, 6), "count": 7, "seed": 1, "hook": False,
-    "aux": False, "buffer_dtype": None, "empty_at": None, "batch_axis": 0, "loss_reduction": "mean", "declared": False}
+    "aux": False, "buffer_dtype": None, "empty_at": None, "batch_axis": 0, "loss_reduction": "mean", "declared": False,
+    "evaluate_at": None, "rate_at": None}
 
 
 def plain_case(driver, **changes):
@@ -52,10 +54,11 @@ class Case(namedtuple("Case", (
         "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates",
         "reduction", "accumulate_step", "clip_norm", "pieces", "weight", "scaler", "on_nonfinite", "noise_scale",
         "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "hook", "aux", "buffer_dtype", "sync",
-        "batch_axis", "loss_reduction", "declared"))):
+        "batch_axis", "loss_reduction", "declared", "evaluate_at", "rate_at"))):
     """One run. Everything random in it comes from `seed`. `sync`: how several ranks exchange (`ranks.py`).
 
-    `declared`: whether the number of rows is declared as dynamic.
+    `declared`: whether the number of rows is declared as dynamic. `evaluate_at`, `rate_at`: after which microbatch the
+    step evaluates, and the learning rate is set.
     """
 
     __slots__ = ()
@@ -118,6 +121,10 @@ class Case(namedtuple("Case", (
             target[-1] = 99  # in the last piece, for which the kernel of the loss raises
         rows = 0 if self.sync is not None and (position, rank) == (2, 1) and not self.driver.startswith("model") else n
         return x[:rows], ids[:rows], target[:rows], mask[:rows]
+
+    def evaluation(self):
+        """Batches to evaluate: the first, the second and the last microbatch, of which one may be without rows."""
+        return [self.batch(i, spoil=False) for i in (0, 1, len(self.sizes) - 1)]
 
     def pieces_of(self, batch):
         """[(piece, weight)] of a microbatch; without rows, itself with the weight 0."""
@@ -224,6 +231,11 @@ def compose(choose, **fixed):
     pick("sizes", [tuple(0 if i == empty_at else size for i, size in enumerate(sizes))])
     pick("batch_axis", (0, 0, 1) if driver.startswith(WITH_AXIS) else (0,))
     pick("declared", (False, True) if driver in DECLARED and sizes.count(sizes[0]) < len(sizes) else (False,))
+    steps = driver.split("-")[0] in STEPS
+    pick("evaluate_at", (None, 0, 3) if steps else (None,))
+    # What a load sets again is set before the save.
+    places = range(4 if values["save_at"] is None else values["save_at"])
+    pick("rate_at", (None, None, *places) if steps and values["rates"] == "number" else (None,))
     return Case(**{name: values[name] for name in Case._fields})
 
 

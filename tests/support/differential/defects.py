@@ -7,6 +7,7 @@ import random
 import sys
 from typing import NamedTuple
 
+import numpy as np
 from mindspore import Tensor, ops
 
 from ms_accum.core import optimizers
@@ -14,9 +15,9 @@ from ms_accum.core import window as window_of_core
 from ms_accum.core.boundary import require_whole
 from ms_accum.core.stages import SkipMicrobatch
 from ms_accum.core.window import Window
-from ms_accum.steps import several_losses
+from ms_accum.steps import several_losses, train_step
 from ms_accum.steps.batch import Loss, divisor, starts_of
-from ms_accum.steps.pieces import End, counted
+from ms_accum.steps.pieces import End, Pieces, counted
 from ms_accum.steps.several_losses import WeighedPieces
 from ms_accum.tensors import square_sum
 
@@ -43,6 +44,7 @@ _add, _alone, _apply, _empty, _adopt = Window.add, Window.update_alone, Window.a
 _restored, _judged = vars(Window)["_restored"], vars(Window)["_judged"]
 _scaled, _gradients_of, _end, _train_weighed = Loss.scaled, Loss.gradients_of, End.__call__, WeighedPieces.__call__
 _placed, _weigh = vars(optimizers)["_placed_state"], SkipMicrobatch.weigh
+_evaluated, _set_rates, _differentiated = Pieces.evaluated, optimizers.set_rates, Loss.differentiated
 
 
 # The number of samples multiplies the loss, and gradients are not weighted a second time.
@@ -141,8 +143,12 @@ def full_pieces(samples, pieces):
 
 def sums_that_are_weighed(self, rows, piece, begins):
     found = _gradients_of(self, rows, piece, begins)
-    found["factor"] = None
-    return found
+    return {"loss": found["loss"], "aux": found["aux"], "gradients": found["gradients"], "weight": found["weight"],
+            "factor": None}
+
+
+def streamed_by_weight(self, grad_fn, factor, *arguments):
+    return _differentiated(self, grad_fn, arguments[0], *arguments)
 
 
 def weight_is_one(self, rows, piece, begins):
@@ -158,6 +164,22 @@ def counted_undivided(value, weight):
 
 def divided_by_the_first(self, totals, weights, *batch):
     return _train_weighed(self, ops.zeros_like(totals) + totals[0], weights, *batch)
+
+
+# Evaluation and rates.
+
+def mean_of_batches(self, *batch):
+    totals = _evaluated(self, *batch)
+    counts = totals[self.losses:]
+    return np.concatenate([totals[:self.losses] / np.where(counts == 0, 1.0, counts), counts != 0])
+
+
+def first_rate_for_all(optimizer, given):
+    return _set_rates(optimizer, given[0] if isinstance(given, (list, tuple)) else given)
+
+
+def set_in_later_graphs(optimizer, given):
+    _set_rates(optimizer, given)
 
 
 _STEPS = ["step-pynative", "cell-pynative", "hand-pynative", "step"]
@@ -215,8 +237,9 @@ DEFECTS = {
         everywhere(starts_of, full_pieces)),
     "the gradient of a sum is weighed": (
         {"driver": ["step-pynative", "cell-pynative", "step"], "loss_reduction": "sum", "event": "shapes",
-         "accumulate_step": [1, 3], "weight": "tensor", "loss": "mean"},
-        (Replaced(Loss, "gradients_of", sums_that_are_weighed),)),
+         "accumulate_step": [3, 1], "weight": "tensor", "loss": "mean"},
+        (Replaced(Loss, "gradients_of", sums_that_are_weighed),
+         Replaced(Loss, "differentiated", streamed_by_weight))),
     "the weight that is returned does not count": (
         {"driver": ["step-pynative", "cell-pynative", "step"], "weight": "returned", "event": "shapes",
          "accumulate_step": 3, "pieces": 1},
@@ -227,6 +250,17 @@ DEFECTS = {
     "a graph drops the count of updates": (
         {"driver": "step", "accumulate_step": 1, "clip_norm": None, "scaler": None, "pieces": 1},
         (Replaced(Window, "apply", counted_under_a_name),)),
+    "an evaluation is the mean of its batches' means": (
+        {"driver": ["step-pynative", "step"], "evaluate_at": [0, 3], "event": "shapes",
+         "weight": "tensor"},
+        (Replaced(Pieces, "evaluated", mean_of_batches),)),
+    "the first group's rate is set for all": (
+        {"driver": ["step-pynative", "step"], "groups": True, "rates": "number", "rate_at": [0, 1],
+         "optimizer": ["optim.SGD", "nn.Adam", "optim.AdamW"]},
+        (Replaced(train_step, "set_rates", first_rate_for_all),)),
+    "a graph keeps the rate": (
+        {"driver": "step", "optimizer": "mint.SGD", "rate_at": 1, "accumulate_step": 2},
+        (Replaced(train_step, "set_rates", set_in_later_graphs),)),
     "all losses are divided by the count of the first": (
         {"driver": "ahead-pynative", "loss": "pair", "pieces": [1, 2], "scaler": None, "weight": "tensor",
          "accumulate_step": 3},

@@ -7,11 +7,11 @@ from support.recovering import recover
 
 from .accumulating import Accumulating
 from .optimizers import LAST_BITS_VARY, state_of
-from .plain import Plain
+from .plain import DIVERGED, Plain
 
 # Relative to how far a parameter has moved. In 16 bits, pieces round differently from the whole; that is measured, too.
 TOLERANCE = {"exact": 3e-5, "16 bit": 3e-2}
-DIVERGED = 1e6  # a loss, before its factor
+SLOWER = 0.3  # of a learning rate that is set
 
 
 def follow(case, folder):
@@ -155,6 +155,23 @@ class _Follow:
         asked = self.case.scaler is not None and self.case.driver.startswith(("cell", "model"))
         assert said == ([self.plain.skipped > skipped, scale] if asked else []), where
         self._compare_counters(where)
+        self._between(where)
+
+    def _between(self, where):
+        """What a script does between microbatches: evaluate, which changes nothing, and set the rate."""
+        trained, step = self.position - 1, self.accumulating.driver.steps[0]
+        if trained == self.case.evaluate_at and (expected := self.plain.evaluated()) is not None:
+            before = self.accumulating.bits(), self.accumulating.open_window(), repr(step.status()), step.updated
+            bound = self.comparison.tolerance * np.maximum(np.abs(expected), self.case.factor)
+            self.comparison.equal(f"evaluation {where}", self.accumulating.evaluate(self.case.evaluation()),
+                                  expected, bound)
+            after = self.accumulating.bits(), self.accumulating.open_window(), repr(step.status()), step.updated
+            assert after == before, f"the evaluation {where} changes something"
+        if trained == self.case.rate_at:
+            rates = np.multiply(step.learning_rate, SLOWER).tolist()
+            step.learning_rate = tuple(rates) if isinstance(rates, list) else rates
+            assert step.learning_rate == pytest.approx(rates, rel=1e-6), where
+            self.plain.multiply_rate(SLOWER)
 
     def _close(self, where):
         accumulator = self.accumulating.accumulator

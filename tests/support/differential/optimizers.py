@@ -2,7 +2,8 @@
 
 With a smaller one, the size of the gradient, and with it a wrong denominator, would not show in the parameters.
 """
-from mindspore import nn
+import mindspore as ms
+from mindspore import Tensor, nn, ops
 from mindspore.experimental import optim
 from mindspore.mint import optim as mint_optim
 
@@ -58,6 +59,17 @@ def build_optimizer(case, parameters, sharded=list):
     optimizer = getattr({"nn": nn, "optim": optim, "mint": mint_optim}[library], name)
     options = {"learning_rate" if library == "nn" else "lr": rate, **_options(size)[case.optimizer]}
     return optimizer(sharded(parameters), **options)
+
+
+def multiply_rates(optimizer, factor):
+    """Change the learning rates by what MindSpore offers: another way for each kind."""
+    groups = getattr(optimizer, "param_groups", None)
+    rates = optimizer.learning_rate if groups is None else [group["lr"] for group in groups]
+    for rate in {id(rate): rate for rate in (rates if isinstance(rates, (list, tuple)) else [rates])}.values():
+        ops.assign(rate, Tensor(float(rate) * factor, ms.float32))
+    for group in groups or ():
+        if "lr_float" in group:
+            group["lr_float"] *= factor
 
 
 def state_of(optimizer):

@@ -11,9 +11,10 @@ from support import reference
 from support.modes import running
 
 from .networks import build_loss
-from .optimizers import COMPILED_ONLY, build_optimizer
+from .optimizers import COMPILED_ONLY, build_optimizer, multiply_rates
 
 LARGEST = 2.0**127
+DIVERGED = 1e6  # a loss, before its factor
 
 
 class Plain(reference.Undivided):
@@ -30,7 +31,7 @@ class Plain(reference.Undivided):
         self.zeros = [np.zeros(p.shape) for p in optimizer.parameters]
         self.divisor = case.accumulate_step  # each loss is divided by the length of a full window
         self.measures = case.noise_scale
-        self.run_optimizer = ms.jit(optimizer) if case.optimizer in COMPILED_ONLY else optimizer
+        self._compile_optimizer()
         self.scale, self.finite_windows = 2.0 ** case.scaler[1] if case.scaler else 1.0, 0
         self.dropped = self.diverged = False
         self.path = [0.0] * len(self.parameters)  # how far each parameter has moved
@@ -70,6 +71,24 @@ class Plain(reference.Undivided):
         with running("pynative"):
             loss = self.loss(*map(Tensor, batch))
             return np.array([float(one) for one in loss]) if isinstance(loss, tuple) else float(loss.asnumpy())
+
+    def evaluated(self):
+        """The loss of the undivided data of an evaluation; None if some weight is 0, or it diverges."""
+        whole = tuple(map(np.concatenate, zip(*self.case.evaluation())))
+        loss = self.value(whole) if np.all(self.case.weight_of(whole)) else np.inf
+        return loss if np.max(np.abs(loss)) < DIVERGED * self.case.factor else None
+
+    def multiply_rate(self, factor):
+        multiply_rates(self.optimizer, factor)
+        self._compile_optimizer()
+
+    def _compile_optimizer(self):
+        """Anew: a graph may hold the rate as a constant."""
+        def run(gradients):
+            return optimizer(gradients)
+
+        optimizer = self.optimizer
+        self.run_optimizer = ms.jit(run) if self.case.optimizer in COMPILED_ONLY else optimizer
 
     def gradients_of(self, piece):
         """Of the mean loss of a batch (of a pair, of the sum of those that are means over something).

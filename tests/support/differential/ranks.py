@@ -27,7 +27,8 @@ NONFINITE = (("apply", None), ("skip_microbatch", None), ("skip_window", None), 
 # Ranks add in another order, and the sign of a gradient near 0 decides about the steps of the others.
 STEADY = [name for name in OPTIMIZERS if name not in (*COMPILED_ONLY, *SCALE_FREE)]
 _FIXED = {"event": "none", "backward_clip": False, "factor": 1.0, "large": False, "load_into": "fresh", "save_at": None,
-          "level": "none", "reduction": "mean", "buffer_dtype": None, "empty_at": None, "batch_axis": 0}
+          "level": "none", "reduction": "mean", "buffer_dtype": None, "empty_at": None, "batch_axis": 0,
+          "evaluate_at": None, "rate_at": None}
 _NAMED = {"clip_norm": 0.1, "on_nonfinite": "skip_window", "nonfinite_at": 1}
 _SUM = {"sync": "window", "reduction": "sum", "clip_norm": float("inf")}
 _HALF = {"level": "O2", "buffer_dtype": "float16"}
