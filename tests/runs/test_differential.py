@@ -85,10 +85,11 @@ def test_runs_of_each_driver_and_level(case, tmp_path):
 
 
 # What scripts use together, compiled, with few graphs: one for all numbers of rows.
-_TOGETHER = {"declared": True, "event": "shapes", "shapes": (8, 5), "weight": "returned", "loss": "masked"}
+_TOGETHER = {"declared": True, "event": "shapes", "shapes": (8, 5)}
 TOGETHER = [
     plain_case("step", **_TOGETHER, accumulate_step=((0, 1), (1, 2)), aux=True, evaluate_at=0, rate_at=2, groups=True),
-    plain_case("cell-graph", **_TOGETHER, loss_reduction="sum", on_nonfinite="skip_window", nonfinite_at=3)]
+    plain_case("cell-graph", **_TOGETHER, weight="returned", loss="masked", loss_reduction="sum",
+               on_nonfinite="skip_window", nonfinite_at=3)]
 
 
 @pytest.mark.parametrize("case", TOGETHER, ids=lambda case: case.driver)
