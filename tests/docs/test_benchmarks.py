@@ -284,7 +284,7 @@ def test_readme_the_page_and_the_notes_have_the_records_figures():
         return [f"{panel[name][i]['median']:.2f}" for panel in panels]
 
     assert "{} x (MLP), {} x (CNN) and {} x (transformer)".format(*shown("ms_accum", 0)) in readme
-    assert "{} x, {} x and {} x the time".format(*shown("ms_accum-pieces", 0)) in readme
+    assert "{} x (MLP), {} x (CNN) and {} x (transformer) the time".format(*shown("ms_accum-pieces", 0)) in readme
     page = (BENCHMARKS.parent / "guide" / "benchmarks.md").read_text(encoding="utf-8")
     for network in ("MLP", "CNN", "transformer"):
         ways = next(group["contestants"] for group in groups if group["name"] == f"{network}, N = 4, cut in 8")

@@ -40,9 +40,9 @@ SCRIPTS = {name: blocks_of(text) for name, text in PAGES.items()
 # Their blocks are in test_other_libraries.py.
 ANOTHER_LIBRARY = re.compile(r"^from mind(?:one|cv|yolo|ocr)\b", re.MULTILINE)
 TABLE = re.search(r"^## Which call for me\?\n\n((?:\|.*\n)+)", README, re.MULTILINE)[1]
-LONG = ("language-models", "train-step", "by-hand", "check", "checkpoints")
+LONG = ("language-models", "by-hand", "check", "checkpoints")
 FIRST, CHINESE = "first-hour", "first-hour-cn"  # test_chinese.py compares its code with the English page's
-PROCESSES = ("docstrings", "README", "resumed", FIRST, "other pages")
+PROCESSES = ("docstrings", "README", "resumed", FIRST, "train-step", "other pages")
 CONTRIBUTORS = {"contributing", "how-it-works", "what-mindspore-does"}
 NEEDED = """
 from mindspore.train import Model
@@ -103,7 +103,7 @@ def scripts_of(process):
         return {**readmes_diff(), "readme_table": [calls_of_readmes_table()]}
     if process == "resumed":
         return {"first_hour_resumed": resumed()}
-    names = [process] if process in SCRIPTS else [name for name in SCRIPTS if name not in (*LONG, FIRST, CHINESE)]
+    names = [process] if process in SCRIPTS else [name for name in SCRIPTS if name not in (*LONG, *PROCESSES, CHINESE)]
     scripts = {name: [block for block in SCRIPTS[name] if not ANOTHER_LIBRARY.search(block.code)] for name in names}
     if "other-libraries" in scripts:
         scripts["other-libraries"].append(replacements())
