@@ -431,6 +431,10 @@ def test_a_row_has_the_rate_of_its_update_though_on_update_sets_the_next():
         log(step, loss)
     assert rows == pytest.approx([first, first / 2, first / 4])
     assert now == pytest.approx([first / 2, first / 4, first / 8])
+    later = WindowLog(lambda row: now.append(row["epoch"]))  # it counts the epochs before it
+    for loss in step.epoch([tensors(*batch) for batch in batches([4] * 4)]):
+        later(step, loss)
+    assert now[3:] == [2, 2]
 
 
 def test_two_logs_go_on_with_the_open_window_of_a_checkpoint():

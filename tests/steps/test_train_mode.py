@@ -478,7 +478,6 @@ def stepped(network):
     return make_train_step(forward_fn, sgd(network), 2, eager=True), partial(forward_fn, *BATCH)
 
 
-@pytest.mark.usefixtures("uncompiled")
 def test_a_network_whose_construct_is_compiled_is_evaluated_in_evaluation_mode_and_trains_on():
     """Whichever graph was compiled first. Controls: in training mode, Dropout draws other masks."""
     for trains_first in (True, False):
@@ -494,15 +493,16 @@ def test_a_network_whose_construct_is_compiled_is_evaluated_in_evaluation_mode_a
 
 @pytest.mark.usefixtures("uncompiled")
 def test_op_by_op_a_layer_that_was_replaced_is_evaluated_in_evaluation_mode():
-    """Control: it draws masks in training."""
-    network = nn.SequentialCell(nn.Dense(6, 6), nn.Dropout(p=0.1), nn.Dense(6, 3))
+    """Then it is in its own mode again. Control: it draws masks in training."""
+    network = nn.SequentialCell(nn.Dropout(p=0.1), nn.Dropout(p=0.1), nn.Dense(6, 3))
     step, loss = stepped(network)
     step(*BATCH)
-    network[1] = nn.Dropout(p=0.9)
+    network[0], network[1] = nn.Dropout(p=0.5), nn.Dropout(p=0.9)
     network.set_train()
+    network[0].set_train(False)
     assert step.evaluate([BATCH]) == step.evaluate([BATCH])
     assert float(loss()) != float(loss())
-    assert network[1].training
+    assert [layer.training for layer in network] == [False, True, True]
 
 
 def test_an_evaluation_that_fails_leaves_the_graphs_of_the_training(mode_named):
