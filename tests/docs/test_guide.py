@@ -110,25 +110,25 @@ def scripts_of(process):
     return scripts
 
 
-def require_printed(process):
+def wrong_in(process):
+    """What blocks print that do not print what the page says."""
     scripts = scripts_of(process)
     printed = run_blocks(scripts)
-    wrong = {name: said for name, blocks in scripts.items()
-             for block, (said, _) in zip(blocks, printed[name], strict=True) if not block.agrees(said)}
-    assert wrong == {}
+    return {name: said for name, blocks in scripts.items()
+            for block, (said, _) in zip(blocks, printed[name], strict=True) if not block.agrees(said)}
 
 
 @pytest.mark.parametrize("process", [*PROCESSES,
                                      pytest.param(CHINESE, marks=pytest.mark.slow)])
 def test_every_block_of_pages_and_docstrings_prints_what_it_says(process):
-    require_printed(process)
+    assert wrong_in(process) == {}
 
 
 @pytest.mark.usefixtures("compiled_if_slow")
 @pytest.mark.parametrize("page", LONG)
 def test_every_block_of_a_long_page_prints_what_it_says(page):
     """Their graphs take minutes to compile."""
-    require_printed(page)
+    assert wrong_in(page) == {}
 
 
 def test_every_page_is_run():
