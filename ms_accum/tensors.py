@@ -51,7 +51,7 @@ def mapped(function: Callable, shared: Any, *tuples: Union[tuple, list]) -> tupl
 
 
 def mapped_backwards(function: Callable, shared: Any, *tuples: Union[tuple, list]) -> tuple:
-    """Return what `mapped` returns; the last place comes first in the order of side effects."""
+    """Return what `mapped` returns. In a graph, side effects begin with the last place; op by op, with the first."""
     return _map_backwards(_partial(function, shared), *tuples)
 
 

@@ -99,6 +99,9 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         extra: Any JSON value, e.g. the seed of the data. NaN and infinity are kept. It is written into
             the header of the file, which holds 100 MB at most.
 
+    Warns:
+        UserWarning: If a layer in training mode has state, such as BatchNorm's statistics, that is not in `network`.
+
     Raises:
         TypeError: If `network` or `accumulator` is of the wrong kind; if `extra` would change when it is written to
             JSON and read again (tuples, keys that are not str); if the optimizer is not an `nn.Cell`, so that its state
@@ -326,13 +329,13 @@ class _State:
         self.losses = boundary.losses()
 
     def warn_of_unsaved(self) -> None:
-        """Warn if a layer that is trained has statistics, as BatchNorm has, that the file does not hold."""
+        """Warn if a layer in training mode has state, such as BatchNorm's statistics, that the file does not hold."""
         saved = {id(p) for p in self.entries.values()}
         lost = next((p.name for layer in self.layers if layer.training
                      for _, p in layer.parameters_and_names(expand=False)
                      if not p.requires_grad and id(p) not in saved), None)
         if lost is not None:
-            warn(f"{lost} changes in training, but is no Parameter of the network that is saved, so a resumed run "
+            warn(f"{lost} may change in training, but is no Parameter of the network that is saved, so a resumed run "
                  "begins with its first value; save one Cell that holds all networks, such as "
                  "nn.CellList([encoder, head]), or each network in a file", UserWarning, stacklevel=4)
 

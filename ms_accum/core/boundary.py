@@ -219,7 +219,7 @@ class Boundary:
         """
         if self._filled_by_hand:
             raise RuntimeError(_BY_HAND)
-        self.is_driven, self.used_rates = True, None
+        self.is_driven = True
         self.note_given()
         self.ask()
         known, self._is_loaded, self._is_interrupted, self._is_ended = self._missing, False, False, False
@@ -450,7 +450,7 @@ class Boundary:
         due = [function for every, function in self._after_update if self.updates % every == 0]
         if due:  # if ranks disagree, there was no update
             self.window.exchange.require_agreement()
-            self.used_rates = rates_at(self.window.optimizer, -1)
+        self.used_rates = rates_at(self.window.optimizer, -1) if due else None
         for function in due:
             function()
 
@@ -514,8 +514,7 @@ class Boundary:
         return status
 
     def _status_of(self, numbers: list[float]) -> Status:
-        epochs, trained, update_step, mini_step, *skips = map(int, numbers[:9])
-        skipped, closed, in_row, unfinished, empty = skips
+        epochs, trained, update_step, mini_step, skipped, closed, in_row, unfinished, empty = map(int, numbers[:9])
         held, weight, norm, seen = numbers[9:]
         length = self.window.length
         needed = length.missing(mini_step, update_step, length.is_full_of(mini_step, update_step, np.float32(held)))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_each(small: int, buffers: Gradients, gradients: Gradients, factor: Scalar) -> None:
-    """Add `factor * gradient` to each buffer: those of at least `small` elements first, in the reverse of their order.
+    """Add `factor * gradient` to each buffer: those of at least `small` elements first; in a graph, the last one first.
 
     The backward pass computes the gradient of the last parameter first. In the order of the parameters, all gradients
     would be in memory together (13 x Dense 2048 in bfloat16 on Ascend: 10.2 bytes per parameter at the peak instead of

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..core.boundary import Status
     from ..steps.train_step import TrainStep
 
-_MISSED = ("WindowLog was not called after {} microbatches, so the loss of their window is that of the others; call it "
+_MISSED = ("WindowLog was not called after {} microbatch{}, so the loss of their window is that of the others; call it "
            "after each microbatch, not only if train_step.updated")
 
 
@@ -321,7 +321,8 @@ class WindowLog(Callback):
             new = trained <= self._trained  # an epoch; an interrupted microbatch has left no loss, but counts
             if not new and trained > self._trained + 1 and not self._has_warned:
                 self._has_warned = True
-                warn(_MISSED.format(trained - self._trained - 1), UserWarning, stacklevel=2)
+                missed = trained - self._trained - 1
+                warn(_MISSED.format(missed, "es" * (missed != 1)), UserWarning, stacklevel=2)
             self._place = self._place[0] + new, self._place[1] + (trained if new else trained - self._trained)
             self._trained = trained
             self._count(loss, getattr(train_step, "loss_weights", ()))
@@ -448,7 +449,8 @@ class WindowLog(Callback):
                 if reader.fieldnames != columns:
                     raise ValueError(f"{self._to} has the columns {reader.fieldnames}, but this run goes on with "
                                      f"{columns}; give WindowLog another path")
-                rows = [row for row in reader if (int(row["update_step"]), int(row["skipped"])) <= reached]
+                whole = (row for row in reader if None not in row.values())  # a full disk may have cut the last one
+                rows = [row for row in whole if (int(row["update_step"]), int(row["skipped"])) <= reached]
         with open(f"{self._to}.part", "w", newline="", encoding="utf-8") as file:  # no interrupt loses the rows
             csv.writer(file).writerows([columns, *(row.values() for row in rows)])
         os.replace(f"{self._to}.part", self._to)

@@ -308,8 +308,8 @@ def select_rows(rows: Tensor, cut: Cut, batch: tuple) -> tuple:
 
 # What a function returns, by `has_weight` and `has_aux`.
 RETURNS = {(False, False): "the loss alone", (True, False): "(loss, weight) because of has_weight=True",
-            (False, True): "(loss, aux) because of has_aux=True; aux may be a tuple",
-            (True, True): "(loss, weight, aux) because of has_weight=True and has_aux=True; aux may be a tuple"}
+           (False, True): "(loss, aux) because of has_aux=True; aux may be a tuple",
+           (True, True): "(loss, weight, aux) because of has_weight=True and has_aux=True; aux may be a tuple"}
 _OF_A_MODEL = ("; take the loss from a tuple, in a function or in the construct of a loss cell: "
                "return model(..., return_dict=False)[0]")
 _A_TENSOR = "; return the loss itself, without float(), .item() or .asnumpy()"

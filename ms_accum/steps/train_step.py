@@ -333,7 +333,9 @@ class TrainStep(Uncopied):
                 except Exception as error:
                     self._name_columns(error, key, batch)
                     # A graph that has failed fails again (MindSpore 2.10). Those of training stay.
-                    self._graphs = {of: graphs for of, graphs in self._graphs.items() if not of[2]}
+                    self._graphs = {
+                        (layout, flags, evaluates, generation): kept
+                        for (layout, flags, evaluates, generation), kept in self._graphs.items() if not evaluates}
                     raise
                 if shapes not in self._shapes.compiled and not self.eager:
                     self._shapes.note(shapes, perf_counter() - began)

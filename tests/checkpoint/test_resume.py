@@ -425,7 +425,7 @@ def test_statistics_that_no_file_holds_are_warned_of(recwarn):
     assert said() == []
     save_checkpoint("c.safetensors", encoder, train_step)
     (text, file), = said()
-    assert "0.moving_mean changes in training, but is no Parameter of the network that is saved" in text
+    assert "0.moving_mean may change in training, but is no Parameter of the network that is saved" in text
     assert file == __file__
     head.set_train(False)
     save_checkpoint("c.safetensors", encoder, train_step)

@@ -127,6 +127,15 @@ def rows_and_calls(data):
     assert inner.events == outer.events == ["begin", *2 * ["epoch_begin", "epoch_end"], "end"]
 
 
+def follow(driver, log, step, part):
+    """Train on a part of the data by `Model` or by single calls, with a log."""
+    if driver == "Model":
+        train(step, log, data=dataset_of(part))
+    else:
+        for batch in part:
+            log(step, step(*tensors(*batch)))
+
+
 def test_a_file_has_the_rows_that_a_function_is_given():
     """With the loss scale. Negative control of the test above: losses and norms differ from window to window."""
     rows, names = [], ("epoch", "microbatch", "update_step", "weight", "seen", "loss_scale")
@@ -348,12 +357,7 @@ def test_a_window_that_goes_on_after_a_resume_reports_its_whole_loss(driver, hel
         step = cell if driver == "Model" else make_train_step(mean_loss(network), cell.accumulator)
         return network, step, WindowLog(rows.append)
 
-    def run(log, step, part):
-        if driver == "Model":
-            train(step, log, data=dataset_of(part))
-        else:
-            for batch in part:
-                log(step, step(*tensors(*batch)))
+    run = partial(follow, driver)
 
     def row_of_the_resumed(is_reset=False):
         network, step, log = made()
@@ -392,12 +396,7 @@ def test_a_run_that_goes_on_keeps_the_rows_of_its_file(driver, closes):
         network, cell = make_cell(accumulate_step=2)
         return network, cell if driver == "Model" else make_train_step(mean_loss(network), cell.accumulator)
 
-    def run(step, part, log):
-        if driver == "Model":
-            train(step, log, data=dataset_of(part))
-        else:
-            for batch in part:
-                log(step, step(*tensors(*batch)))
+    run = partial(follow, driver)
 
     def updates():
         with open("windows.csv", newline="", encoding="utf-8") as file:
@@ -405,18 +404,20 @@ def test_a_run_that_goes_on_keeps_the_rows_of_its_file(driver, closes):
 
     network, step = made()
     held = 3 if closes else 2
-    run(step, data[:held], WindowLog("windows.csv"))
+    run(WindowLog("windows.csv"), step, data[:held])
     save_checkpoint("c.safetensors", network, step)
-    run(step, data[held:6], WindowLog("windows.csv"))
+    run(WindowLog("windows.csv"), step, data[held:6])
     assert updates() == [1, 2, 3]
+    with open("windows.csv", "a", encoding="utf-8") as file:
+        file.write("1,7,")  # cut, as on a full disk
     network, step = made()
     load_checkpoint("c.safetensors", network, step)
-    run(step, data[held:], WindowLog("windows.csv"))
+    run(WindowLog("windows.csv"), step, data[held:])
     assert updates() == [1, 2, 3, 4]
     with pytest.raises(ValueError, match=r"windows\.csv has the columns .*; give WindowLog another path"):
-        run(step, data[:1], WindowLog("windows.csv", aux=("accuracy",)))
+        run(WindowLog("windows.csv", aux=("accuracy",)), step, data[:1])
     assert updates() == [1, 2, 3, 4]
-    run(made()[1], data[:2], WindowLog("windows.csv"))
+    run(WindowLog("windows.csv"), made()[1], data[:2])
     assert updates() == [1]
 
 
@@ -475,7 +476,7 @@ def test_a_log_that_misses_microbatches_says_so(recwarn):
     for loss in step.epoch([tensors(*batch) for batch in batches([4] * 6)]):
         if step.updated:
             some(step, loss)
-    said = [warning for warning in recwarn if "WindowLog was not called after 1 microbatches" in str(warning.message)]
+    said = [warning for warning in recwarn if "WindowLog was not called after 1 microbatch, so" in str(warning.message)]
     assert [warning.filename for warning in said] == [__file__]
 
 
