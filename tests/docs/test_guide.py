@@ -40,9 +40,9 @@ SCRIPTS = {name: blocks_of(text) for name, text in PAGES.items()
 # Their blocks are in test_other_libraries.py.
 ANOTHER_LIBRARY = re.compile(r"^from mind(?:one|cv|yolo|ocr)\b", re.MULTILINE)
 TABLE = re.search(r"^## Which call for me\?\n\n((?:\|.*\n)+)", README, re.MULTILINE)[1]
-LONG = ("language-models", "by-hand", "check", "checkpoints")
 FIRST, CHINESE = "first-hour", "first-hour-cn"  # test_chinese.py compares its code with the English page's
-PROCESSES = ("docstrings", "README", "resumed", FIRST, "train-step", "other pages")
+FRONT = ("README", "resumed", FIRST)
+OTHERS = ("docstrings", "train-step", "language-models", "by-hand", "check", "checkpoints", "other pages")
 CONTRIBUTORS = {"contributing", "how-it-works", "what-mindspore-does"}
 NEEDED = """
 from mindspore.train import Model
@@ -103,7 +103,7 @@ def scripts_of(process):
         return {**readmes_diff(), "readme_table": [calls_of_readmes_table()]}
     if process == "resumed":
         return {"first_hour_resumed": resumed()}
-    names = [process] if process in SCRIPTS else [name for name in SCRIPTS if name not in (*LONG, *PROCESSES, CHINESE)]
+    names = [process] if process in SCRIPTS else [name for name in SCRIPTS if name not in (*FRONT, *OTHERS, CHINESE)]
     scripts = {name: [block for block in SCRIPTS[name] if not ANOTHER_LIBRARY.search(block.code)] for name in names}
     if "other-libraries" in scripts:
         scripts["other-libraries"].append(replacements())
@@ -118,21 +118,20 @@ def wrong_in(process):
             for block, (said, _) in zip(blocks, printed[name], strict=True) if not block.agrees(said)}
 
 
-@pytest.mark.parametrize("process", [*PROCESSES,
-                                     pytest.param(CHINESE, marks=pytest.mark.slow)])
-def test_every_block_of_pages_and_docstrings_prints_what_it_says(process):
+@pytest.mark.parametrize("process", [*FRONT, pytest.param(CHINESE, marks=pytest.mark.slow)])
+def test_every_block_of_the_front_pages_prints_what_it_says(process):
     assert wrong_in(process) == {}
 
 
 @pytest.mark.usefixtures("compiled_if_slow")
-@pytest.mark.parametrize("page", LONG)
-def test_every_block_of_a_long_page_prints_what_it_says(page):
+@pytest.mark.parametrize("process", OTHERS)
+def test_every_block_of_other_pages_and_docstrings_prints_what_it_says(process):
     """Their graphs take minutes to compile."""
-    assert wrong_in(page) == {}
+    assert wrong_in(process) == {}
 
 
 def test_every_page_is_run():
-    scripts = [scripts_of(process) for process in (*PROCESSES, CHINESE, *LONG)]
+    scripts = [scripts_of(process) for process in (*FRONT, CHINESE, *OTHERS)]
     assert {name for names in scripts for name in names} > SCRIPTS.keys()
     assert sum(block.printed is not None for each in scripts for blocks in each.values() for block in blocks) >= 30
 

@@ -104,8 +104,9 @@ NO_SUCH_PLACE = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damages", [
-    pytest.param(NO_SUCH_NAME, id="name"), pytest.param(NO_SUCH_PLACE, id="place", marks=pytest.mark.slow)])
+    pytest.param(NO_SUCH_NAME, id="name"), pytest.param(NO_SUCH_PLACE, id="place")])
 def test_what_is_wrong_in_it_fails(damages, tmp_path):
     copy = tmp_path / "repository"
     for folder in ("ms_accum", "tutorials"):
@@ -190,6 +191,7 @@ def looked_at(site, cases):
     return json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_no_text_sticks_out_and_lines_have_about_90_characters(site):
     found = looked_at(site, [(name, width) for name in SEEN for width in WIDTHS])
@@ -209,6 +211,7 @@ ADDED = {
         "<pre><code>" + "x" * 100 + "</code></pre><style>pre > code { font-size: 3rem !important }</style>", [1400])}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
 def test_text_that_sticks_out_and_long_lines_are_found(site):
     html = (site / "guide" / "limits.html").read_text(encoding="utf-8")

@@ -54,6 +54,7 @@ def missing(page):
     return [(name, words) for name, words in WORKAROUND.findall(page) if words not in text_of(name)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(tuple(map(int, ms.__version__.split(".")[:2])) < (2, 10), reason="the page is about MindSpore 2.10")
 def test_mindspore_still_does_what_the_page_says(monkeypatch):
     """By default, that is, without the variable that `avoid_busy_waiting` sets."""

@@ -268,8 +268,8 @@ def test_the_loss_of_a_window_with_several_losses_is_that_of_the_undivided_batch
 
 
 @pytest.mark.parametrize(("losses", "pieces", "mode"), [
-    (1, 1, "pynative"), (1, 2, "pynative"), (2, 2, "pynative"), (1, 1, "jit"),
-    pytest.param(1, 2, "jit", marks=pytest.mark.slow), pytest.param(2, 2, "jit", marks=pytest.mark.slow)])
+    (1, 1, "pynative"), (1, 2, "pynative"), (2, 2, "pynative"),
+    *(pytest.param(*case, "jit", marks=pytest.mark.slow) for case in ((1, 1), (1, 2), (2, 2)))])
 def test_aux_is_averaged_over_the_window_by_weight(losses, pieces, mode):
     """Scalars have a column each, results per sample none; an empty batch has no aux. Also in a window that goes on
     after a resume. Control: the mean of the microbatches' values.

@@ -184,7 +184,7 @@ def test_an_update_that_is_applied_twice_is_noticed(monkeypatch):
 
 LEFT = [Tensor(np.full((4, 1), value), ms.float32) for value in (1, 2, 4, 8, 16, 32, 64, 128)]  # of an epoch
 # In pieces, losses are miscounted after one signal in ten: too few are no control.
-SIGNALS = {"step": 30, "losses": 30, "model": 5, "eager": 20}
+SIGNALS = {"step": 30, "model": 5, "eager": 20}
 MANY = {"step": 400, "eager": 400, "alone": 400, "pieces": 400, "losses": 400, "model": 40, "by hand": 200}
 
 

@@ -50,9 +50,8 @@ def result_of(draw):
     return ("right" if max(off) < 1e-5 else "a difference"), is_legal
 
 
-@pytest.mark.parametrize(("ranks", "first", "count"), [
-    (2, 511, 4), *(pytest.param(2, first, 100, marks=pytest.mark.slow) for first in range(0, 600, 100)),
-    pytest.param(4, 600, 100, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "first", "count"), [*((2, first, 100) for first in range(0, 600, 100)), (4, 600, 100)])
 def test_each_draw_trains_as_one_process_or_raises_on_every_rank(tmp_path, ranks, first, count):
     """Control: without the comparison of tags, below."""
     found, status = launched(tmp_path, ranks, first, count)

@@ -62,6 +62,12 @@ OTHERS = [(JUDGED, {"Piece", "End", "counts_and_verdict", "close_with_update", "
           (LOSSES, {"Weights", "Total", "WeighedPiece", "End", "counts", "close_with_update"})]
 
 
+def save_graphs():
+    """Let MindSpore write its graphs. It reads this with the first graph of a process."""
+    os.environ.update(MS_DEV_SAVE_GRAPHS="1", MS_DEV_DUMP_IR_PASSES="validate",
+                      MS_DEV_SAVE_GRAPHS_PATH=str(Path("ir").absolute()))
+
+
 def graphs_of(run):
     """The text of each graph that is compiled meanwhile."""
     seen = set(Path("ir").glob("*_validate_*.ir"))
@@ -104,14 +110,8 @@ def control_flow(graph):
 @pytest.mark.parametrize(("mode", "steps"), [
     ("jit", FAST), pytest.param("jit", OTHERS, marks=pytest.mark.slow)], ids=["jit-fast", "jit-others"])
 def test_the_graphs_of_a_train_step_hold_no_control_flow(mode, steps, monkeypatch):
-    """Without the branch that CPU gets. Controls: a graph by hand has a Switch, and so has a step with that branch.
-
-    Between a weight's gradient and its buffer is a cast at most, which Ascend's `matmul_assignadd_fusion` looks for;
-    the control: another size of microbatch needs a multiplication.
-    """
-    # Read with the first graph of a process; graphs after this test's would go into the working directory if undone.
-    os.environ.update(MS_DEV_SAVE_GRAPHS="1", MS_DEV_DUMP_IR_PASSES="validate",
-                      MS_DEV_SAVE_GRAPHS_PATH=str(Path("ir").absolute()))
+    """Without the branch that CPU gets. Control: a step with that branch has a Switch."""
+    save_graphs()
     made, init = [], compiling.Graph.__init__
 
     def noted(self, function):
@@ -128,8 +128,16 @@ def test_the_graphs_of_a_train_step_hold_no_control_flow(mode, steps, monkeypatc
             assert functions <= set(made)
             assert len(graphs) == compiled_graphs() - before >= len(functions)
             assert not any(map(control_flow, graphs)), functions
-    for control in (trained(SKIPPED, count=1), by_hand):
-        assert any("Switch" in control_flow(graph) for graph in graphs_of(control))
+    assert any("Switch" in control_flow(graph) for graph in graphs_of(trained(SKIPPED, count=1)))
+
+
+@pytest.mark.slow
+@pytest.mark.fresh_process("jit")
+@pytest.mark.parametrize("mode", ["jit"])
+def test_a_gradient_is_added_to_its_buffer_as_it_is_but_for_a_cast(mode):
+    """Which Ascend's `matmul_assignadd_fusion` looks for. Control: another size of microbatch is multiplied."""
+    save_graphs()
+    assert any("Switch" in control_flow(graph) for graph in graphs_of(by_hand))
     chains = [chain for graph in graphs_of(added_in_three_dtypes) if (chain := before_each_buffer(graph))]
     assert chains == [[each, each] for each in ([], ["Mul"], ["Cast"], ["Cast"])]
 

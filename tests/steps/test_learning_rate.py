@@ -36,7 +36,8 @@ def plain_update(network, optimizer):
 
 
 @pytest.mark.parametrize(("way", "name", "groups", "accumulate_step"), [
-    ("graph", "mint.SGD", False, 1), ("pynative", "optim.AdamW", True, 2), ("eager", "nn.Momentum", True, 2)])
+    pytest.param("graph", "mint.SGD", False, 1, marks=pytest.mark.slow),
+    ("pynative", "optim.AdamW", True, 2), ("eager", "nn.Momentum", True, 2)])
 def test_a_rate_that_is_set_in_mid_training_is_the_one_of_the_next_update(way, name, groups, accumulate_step):
     """Against MindSpore alone, whose rate is assigned before a new graph is compiled. Control: the rate of before."""
     with running("pynative" if way == "eager" else way):

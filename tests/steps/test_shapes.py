@@ -109,7 +109,7 @@ def test_declared_lengths_are_trained_alike_by_one_graph(name, mode):
     assert (found["declared"][2], graphs) == (0, 0)
 
 
-@pytest.mark.parametrize("place", ["cell", "network"])
+@pytest.mark.parametrize("place", ["cell", pytest.param("network", marks=pytest.mark.slow)])
 def test_a_cell_takes_declared_lengths(place):
     """With one graph, as op by op. Control: without a declaration, one for each shape."""
     found = []
@@ -130,6 +130,7 @@ def test_a_cell_takes_declared_lengths(place):
     assert found[0][2] == 1
 
 
+@pytest.mark.slow
 def test_without_a_declaration_each_shape_is_compiled():
     """Negative control: of a step, and of a cell."""
     network = nn.Dense(2, 1)
@@ -179,6 +180,7 @@ def test_a_batch_by_name_and_a_partial_take_declared_lengths():
     assert graphs[1] == 0 < graphs[2]
 
 
+@pytest.mark.slow
 def test_cached_representations_take_declared_lengths():
     """As op by op."""
     losses, graphs = [], []
@@ -302,7 +304,7 @@ def length_of(x):
     return len(x)
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("by_hand", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_weight_that_a_graph_computes_is_checked_like_a_tensor(by_hand):
     """`len(x)` of a dynamic shape is a random number in MindSpore 2.10. Control: `x.shape[0]`."""
     found = {}

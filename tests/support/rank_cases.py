@@ -11,7 +11,7 @@ import warnings
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from time import perf_counter, sleep
 from unittest.mock import patch
@@ -102,13 +102,13 @@ FAST = ("fast", "fast-calls")  # two, so that two workers of pytest need not wai
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_FEW, *_NOISE, *_ZERO, "traffic:window", "traffic:microbatch", "followed:jit"]),
     "fast-calls": (2, [*_FILES, *_STUCK, "logged:window", "logged:microbatch", "refusals", "apart", "sharded_later",
-                       "empty", "returned", "left_early", "left_inside", "saved_on_update", "evaluated", "unmatched",
+                       "empty", "returned:window", "left_early", "left_inside", "saved_on_update", "evaluated", "unmatched",
                        "built_again", "failing"]),
     "others": (2, [*(case for case in _RUNS if case not in _FEW), "resumed:window", "resumed:zero2", "zero_defects",
                    "zero_model", "selftest"]),
     "scripts": (2, ["mnist", "mnist_zero"]),
     "compiled": (2, [f"{case}:jit" for case in (*_RUNS, *map("trained:{}".format, NAMED), *_OTHERS, "mnist",
-                                            "empty", "returned")]),
+                                            "empty:each", "returned:window:microbatch:zero1")]),
     "four": (4, [*_RUNS, *(f"{case}:jit" for case in _RUNS[::4]), *_OTHERS, *_NODES]),
     "zero": (2, [*_ZERO_RUNS, "zero_optimizers", "zero_checkpoints"]),
     "zero-compiled": (2, [f"{case}:jit" for case in ("zero_defects", "zero_model", *_ZERO_RUNS)]),
@@ -358,36 +358,36 @@ def noise(rank, sync):
     return {"counters": counters(acc), "measured": measured, "point": values([network.point])[0]}
 
 
-def empty(rank):
+def empty(rank, *each):
     """Three windows: with tokens on rank 1, on no rank, and on rank 0 alone, for which rank 1 flushes.
 
-    What was counted, and how far the second window moved the parameters.
+    What was counted, and how far the second window moved the parameters. `each`: with all pairs, not with three.
     """
     found = {}
-    for sync in ("window", "microbatch", "zero1"):
-        for policy in ("apply", "skip_window", "skip_microbatch"):
-            if sync == "zero1" and policy == "skip_microbatch":
-                continue
-            network = MLP(seed=0)
-            acc = accumulator(network, partial(nn.Momentum, momentum=0.9), sync, None, 1, on_nonfinite=policy)
-            step = make_train_step(network_sum(network), acc, weight_fn=first_is_set, loss_reduction="sum")
-            moved, kinds = [], [rank, 0, 1][:3 - rank]
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)
-                for kind in kinds:
-                    before = values(network.trainable_params())
-                    step(np.full((2, 6), kind, np.float32))
-                    moved.append(difference(values(network.trainable_params()), before))
-                step.flush()
-            status = step.status()
-            found[f"{sync} {policy}"] = [status.update_step, status.skipped, status.empty_windows, moved[1]]
+    syncs, policies = ("window", "microbatch", "zero1"), ("apply", "skip_microbatch", "skip_window")
+    for sync, policy in product(syncs, policies) if each else zip(syncs, policies):
+        if (sync, policy) == ("zero1", "skip_microbatch"):
+            continue
+        network = MLP(seed=0)
+        acc = accumulator(network, partial(nn.Momentum, momentum=0.9), sync, None, 1, on_nonfinite=policy)
+        step = make_train_step(network_sum(network), acc, weight_fn=first_is_set, loss_reduction="sum")
+        moved, kinds = [], [rank, 0, 1][:3 - rank]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            for kind in kinds:
+                before = values(network.trainable_params())
+                step(np.full((2, 6), kind, np.float32))
+                moved.append(difference(values(network.trainable_params()), before))
+            step.flush()
+        status = step.status()
+        found[f"{sync} {policy}"] = [status.update_step, status.skipped, status.empty_windows, moved[1]]
     return found
 
 
-def returned(rank):
+def returned(rank, *syncs):
     """How far a run whose forward_fn returns its weight ends from one with a weight_fn, and from one of samples."""
     off = {}
-    for sync in ("window", "microbatch", "zero1"):
+    for sync in syncs:
         ended = []
         for kind in ("returned", "weight_fn", "samples"):
             network = MLP(seed=0)
