@@ -187,9 +187,9 @@ class Boundary:
         register(window.number, self)
 
     def forget(self) -> None:
-        """Read the device before the next microbatch."""
+        """Let the next microbatch begin with a read of the device, because the counts here may be wrong."""
         self._missing: Optional[int] = None  # microbatches still needed, at least
-        self._is_given = False  # whether a step has said how many are missing
+        self._has_fixed_length = False  # whether a step has said how many are missing
 
     def forget_graphs(self) -> None:
         """Compile again: a graph in which a kernel has failed fails in all later calls (MindSpore 2.10)."""
@@ -224,7 +224,7 @@ class Boundary:
         self.ask()
         known, self._is_loaded, self._is_interrupted, self._is_ended = self._missing, False, False, False
         self.forget()  # until `end`: an error or an interrupt in between forces a read
-        self._is_given = missing is not None
+        self._has_fixed_length = missing is not None
         missing = known if missing is None else missing
         assert missing is not None
         if missing <= 1:
@@ -249,7 +249,7 @@ class Boundary:
         else:
             status, accepted = self._read_at_boundary()
             # A window that its step knew before it was trained closes also if a part of it was skipped.
-            is_short = status.mini_step == 0 if self._is_given else status.needed > 0
+            is_short = status.mini_step == 0 if self._has_fixed_length else status.needed > 0
             if is_short:  # a microbatch was skipped, or the window waits for its weight
                 self._warn_of_skips(status.skipped_in_row)
                 self.require_progress(status)
@@ -322,8 +322,6 @@ class Boundary:
             before_exchange()
             was_open, updated, active = self._close_together(0.0)
             closed, applied, held = closed or was_open, applied or updated, 0
-            if updated:
-                self._count_update()
         if held > 0:
             closed, applied = True, self._close() or applied
         exchange.end_round()
@@ -371,7 +369,7 @@ class Boundary:
         if again > 0:
             require_whole(status.unfinished)  # which the reset would hide
             trained -= again
-            self.window.mark_update()  # an interrupt here leaves a mark: neither of the two may be done alone
+            self.window.mark_emptying()  # an interrupt here leaves a mark: neither of the two may be done alone
             ops.assign(self.window.place, Tensor([status.epochs, trained], ms.int32))
             self.window.reset()
             self.forget()
@@ -402,7 +400,7 @@ class Boundary:
     def _close(self, accepted: Optional[bool] = None) -> bool:
         """Update with the open window, or drop it if a stage does not accept it. Return whether it was applied.
 
-        If ranks disagree in a graph, it is not, but the host learns that only at its next read.
+        If ranks disagree in a graph, the window stays open although this returns True: the next read raises an error.
 
         `accepted`: whether the stages accept it, if it was read.
         """
@@ -414,22 +412,18 @@ class Boundary:
             self._count_update()
             return True
         if exchange.ranks > 1:
-            applied = self._close_together(1.0)[1]
-        else:
-            applied = self._read_with_verdict()[1] if accepted is None else accepted
-            self._run("close_with_update" if applied else "close_without_update")
-        self._dropped = 0 if applied else self._dropped + 1
-        if applied:
-            self._count_update()
-        else:
-            self._warn_of_skips(self._dropped)
-            self.require_progress()
-        return applied
+            return self._close_together(1.0)[1]
+        if accepted is None:
+            accepted = self._read_with_verdict()[1]
+        self._run("close_with_update" if accepted else "close_without_update")
+        self._count_closed(accepted)
+        return accepted
 
     def _close_together(self, active: float) -> tuple[bool, bool, float]:
         """Exchange, and close the window of all ranks if one is open.
 
-        Return whether one was open, whether it was applied, and the number of ranks that still have data.
+        Return whether one was open, whether it was applied, and the number of ranks that still have data. `active`: 1
+        if this rank has, else 0.
         """
         agreed, *numbers = self._run("met", Tensor(active, ms.float32)).asnumpy().tolist()
         if not agreed:
@@ -443,7 +437,16 @@ class Boundary:
             verdict, measured, *gradients = self._run("exchanged", met)
             accepted, closing = bool(verdict), ("close_with_exchanged", met, measured, *gradients)
         self._run(*closing if accepted else ("drop_with_met", met))
+        self._count_closed(accepted)
         return True, accepted, active
+
+    def _count_closed(self, is_applied: bool) -> None:
+        self._dropped = 0 if is_applied else self._dropped + 1
+        if is_applied:
+            self._count_update()
+        else:
+            self._warn_of_skips(self._dropped)
+            self.require_progress()
 
     def _count_update(self) -> None:
         self.updates += 1
@@ -654,7 +657,7 @@ class Boundary:
         """
         window = self.window
         self.forget()
-        window.mark_update()  # before anything is changed
+        window.mark_emptying()  # before anything is changed
         window.exchange.forgive()
         window.empty(is_open or window.is_allocated)
         ops.assign(window.empty_windows, 0)  # older files do not hold it

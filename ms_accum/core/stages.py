@@ -105,7 +105,7 @@ class Stage:
         return gradients
 
     def accepts(self, window: dict[str, Any]) -> Union[bool, Tensor]:
-        """Return whether a window makes an update: True, or a bool Tensor of shape `()`.
+        """Return whether a window makes an update: a bool, or a bool Tensor of shape `()`.
 
         The window is a dict, equal on all ranks: `gradients`, sums in an internal unit (use them to test for finite
         values, not for their size); `unit`; `weight`, the sum of the weights; `microbatches`, their number.

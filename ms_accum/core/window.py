@@ -1,15 +1,18 @@
 """The open window on the device: the way of a gradient, from top to bottom.
 
-    add:    weigh ─► measure ─► exchange inside ─► buffers, counters        # each piece of a microbatch
-    meet:   do all ranks close this window? ─ no ─► nothing more            # when the window closes
-    total:  exchange across ─► restore ─► accepted?
-    apply:  normalise ─► clip ─► [cut slices] ─► optimizer ─► [gather] ─► hooks ─► count, empty
+    add:          weigh ─► measure ─► exchange inside ─► buffers, counters      # each piece of a microbatch
+    meet:         do all ranks close this window? ─ no ─► it stays open         # when the window closes
+    total:        exchange across ─► restore ─► accepted? ─ no ─► drop
+    update_with:  normalise ─► clip ─► count ─► [cut slices] ─► optimizer ─► [gather] ─► hooks ─► empty
 
 A window holds several microbatches. A microbatch is one piece, or is cut into several, each with a backward pass of its
-own. Ranks *inside* sum each microbatch, ranks *across* sum each window: see `distributed.exchange`. On one device, both
-change nothing. Steps in brackets are only for ZeRO. For a train step, `boundary.py` decides on the host when a window
-closes; in a cell and by hand, `is_full` decides on the device. `begin` marks that a piece begins, and `end` ends a
-microbatch of several pieces.
+own; `begin` marks that a piece begins, and `end` ends a microbatch of several pieces. A window of a single microbatch
+may go from `meet` on without buffers: `update_alone`. Groups of ranks sum each microbatch *inside*, and each window
+*across* groups: see `distributed.exchange`. On one device, both change nothing. Steps in brackets are only for ZeRO.
+
+Who closes a window: for a train step, `boundary.py` on the host, which counts down; in a cell and by hand, `close_if`
+on the device, after each microbatch, if `is_full` says so; at the end of the data, `flush` of `boundary.py`. If ranks
+do not agree in `meet`, each rank raises an error at its next read of the device.
 """
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ UPDATING = -2**30  # the mark of an update; those of pieces are small numbers
 class Window:
     """Hold the open window, add gradients to it, and update with it. It holds no reference to the host's side.
 
-        buffer += weight / unit * gradient    # the constant 1 for pieces of equal weight, and for gradients of sums
+        buffer += weight / unit * gradient    # usually the constant 1 * gradient; for gradients of sums, 1 / unit
         gradient = buffer * (unit / sum of the weights)
 
     A window of all ranks is a dict, which `total` returns (a graph cannot read a named tuple):
@@ -85,7 +88,7 @@ class Window:
         hooks: Functions that are called after an update.
 
     Attributes:
-        number: By which graphs find the host's side; see `notes.py`.
+        number: Of this window; graphs find its `Boundary` by it, see `notes.py`.
         prefix: Of the names of all Parameters.
         weights: The whole parameters to give gradients for, in the optimizer's order.
         buffers: One for each parameter (with ZeRO, rows of buckets). They take no memory before a graph holds them or a
@@ -93,7 +96,7 @@ class Window:
         unit: The unit of weights, a constant of graphs: 1, until the host sets it to the first piece's number of
             samples.
         weight_unit: The same as a Parameter, for checkpoints and for windows that are exchanged: float32 `()`.
-        is_in_use: Whether a graph holds the unit, or something was added op by op. For the host.
+        is_in_use: Whether a graph holds the unit, or something was added op by op. The boundary sets it.
         unfinished: The sum of all marks, 0 if nothing is unfinished; see `begin` and `apply`: int32 `()`.
         taken: Pieces of an unfinished microbatch that no stage has skipped: int32 `()`.
         place: Number of finished epochs, and of microbatches trained since: int32 `(2,)`. One Parameter, so that an
@@ -262,7 +265,7 @@ class Window:
         # One device saves the call.
         return self.exchange.meet(numbers) if self.exchange.ranks > 1 else (True, numbers)
 
-    def held(self, active: Scalar = 1.0) -> Numbers:
+    def own_numbers(self, active: Scalar = 1.0) -> Numbers:
         """Return the numbers of the open window, for `meet`. `active`: 1 if this rank still has data."""
         # `+ 0` copies: the counter changes before the copy is used.
         return self.weight_sum, self.mini_step + 0, active
@@ -282,15 +285,15 @@ class Window:
 
         Call it only if no window is open and `looks_at_pieces` and `may_drop` are false.
         """
-        # Gradients that were not multiplied are a sum in the unit of their own weight.
+        # A mean gradient g of weight w is a sum w * g in the unit w. The gradient of a sum has the unit 1, its factor.
         gradients, unit = checked_gradients(self.names, self.shapes, gradients), weight if factor is None else factor
-        if isinstance(unit, Tensor) or unit == 0:  # a microbatch of weight 0 is ignored, NaN included
+        if isinstance(unit, Tensor) or unit == 0:  # a mean of weight 0 is ignored, NaN included: times False or True
             gradients = mapped(weighted, unit != 0, gradients, self.buffer_dtypes)
         agreed, numbers = self.meet((weight, 1, 1.0))
         if agreed:
-            self.apply(self._judged(gradients, unit, numbers, (), weight, False))
+            self.update_with(self._judged(gradients, unit, numbers, (), weight, False))
 
-    def apply(self, window: dict[str, Any]) -> None:
+    def update_with(self, window: dict[str, Any]) -> None:
         """Update with a window of `total`, or of `update_alone`, and close it."""
         gradients, unit, weight = window["gradients"], window["unit"], window["weight"]
         stop_recording(isconstant(self.mini_step))
@@ -333,13 +336,16 @@ class Window:
         record_again(isconstant(self.mini_step))
 
     def close(self) -> None:
-        """Update with the open window, or drop it if a stage does not accept it: a branch in a graph."""
-        agreed, numbers = self.meet(self.held())
+        """Update with the open window, or drop it if a stage does not accept it: a branch in a graph.
+
+        If ranks do not agree, do nothing.
+        """
+        agreed, numbers = self.meet(self.own_numbers())
         if agreed:
             total = self.total(numbers)
             accepted = total["accepted"]
             if accepted:
-                self.apply(total)
+                self.update_with(total)
             else:
                 self.drop(total["weight"])
 
@@ -355,19 +361,19 @@ class Window:
 
         `weight`: of the window of all ranks.
         """
-        self.mark_update()
+        self.mark_emptying()
         self._count_closing(False, self.weight_sum, weight)
         self.empty()
         ops.assign(self.unfinished, 0)
 
     def reset(self) -> None:
         """Empty the open window, also after an error, and count nothing."""
-        self.mark_update()
+        self.mark_emptying()
         self.empty()
         ops.assign(self.unfinished, 0)
 
-    def mark_update(self) -> None:
-        """Mark that an update, an emptying or a load begins: it must be done to the end, or be done again."""
+    def mark_emptying(self) -> None:
+        """Mark that an emptying or a load begins: it must be done to the end, or be done again."""
         ops.assign(self.unfinished, ops.depend(Tensor(UPDATING, ms.int32), self.mini_step))
 
     def empty(self, buffers: bool = True) -> None:
@@ -380,7 +386,7 @@ class Window:
         if buffers:
             if not self.is_in_use:
                 allocate(self.number)
-            self.kernels.clear(self.weight_sum, self.buffers)  # which is 0 by now, and no constant
+            self.kernels.clear(self.weight_sum, self.buffers)  # the sum is 0 by now; a constant 0 would be folded
         for parameter in self.of_stages:
             ops.assign(parameter, ops.zeros_like(parameter))
 
@@ -390,7 +396,7 @@ class Window:
         ops.assign(self.window_weight, own)
         ops.assign_add(self.closed_windows, 1)
         if isinstance(weight, Tensor):
-            # On Ascend, MindSpore would copy `weight_sum`, which is emptied next.
+            # `window_weight` was just assigned. On Ascend, MindSpore would copy `weight_sum`, which is emptied next.
             weight = self.window_weight if self.exchange.ranks == 1 else weight
             ops.assign_add(self.empty_windows, cast(weight == 0, ms.int32))
         elif weight == 0:
@@ -411,8 +417,11 @@ class Window:
                   "active": active, "measured": measured, "accepted": True, "buffered": buffered, "own": own}
         accepted = as_tensor(weight) != 0 if self.drops_empty else True  # type: Any
         for stage in self.judging:
-            verdict = stage.accepts(window)
-            accepted = ops.logical_and(accepted, verdict) if isinstance(accepted, Tensor) else verdict
+            verdict = stage.accepts(window)  # bool Tensors, or Python's
+            if isinstance(accepted, Tensor):
+                accepted = ops.logical_and(accepted, verdict)
+            elif accepted:
+                accepted = verdict
         window["accepted"] = accepted
         return window
 
@@ -445,16 +454,16 @@ class Window:
 
     def counts_and_verdict(self) -> Tensor:
         """Return `counts`, and 1 or 0 for whether the stages accept the open window: float64 `(14,)`."""
-        window = self.total(self.held())
+        window = self.total(self.own_numbers())
         # `depend` uses the unit, which nobody needs; otherwise MindSpore warns of "nodes eliminated by mistake".
         accepted = ops.depend(as_tensor(window["accepted"]), window["unit"])
         return concat((self.counts(), reshape(cast(accepted, ms.float64), (1,))))
 
     def close_with_update(self) -> Tensor:
         """Update with the open window, if all ranks agree."""
-        agreed, numbers = self.meet(self.held())
+        agreed, numbers = self.meet(self.own_numbers())
         if agreed:
-            self.apply(self.total(numbers))
+            self.update_with(self.total(numbers))
         return self.update_step + 0
 
     def close_without_update(self) -> Tensor:
@@ -464,12 +473,12 @@ class Window:
 
     def met(self, active: Tensor) -> Tensor:
         """Return what `meet` does: 1 or 0 for whether ranks agree, and the numbers; float32 `(4,)`."""
-        agreed, numbers = self.meet(self.held(active))
+        agreed, numbers = self.meet(self.own_numbers(active))
         return as_vector((as_tensor(agreed), *numbers))
 
     def close_with_met(self, numbers: Tensor) -> Tensor:
         """Update with the open window of several ranks, given the numbers of `met`, `(3,)`."""
-        self.apply(self.total(as_numbers(numbers, 3)))
+        self.update_with(self.total(as_numbers(numbers, 3)))
         return self.update_step + 0
 
     def drop_with_met(self, numbers: Tensor) -> Tensor:
@@ -480,16 +489,17 @@ class Window:
     def exchanged(self, numbers: Tensor) -> tuple:
         """Exchange the open window of several ranks, for `close_with_exchanged`, if the host then decides for it.
 
-        `numbers`: those of `met`, `(3,)`. Return whether it is accepted, what was measured, `(n,)`, and the gradients.
+        `numbers`: those of `met`, `(3,)`. Return whether it is accepted, 0 and what was measured, `(1 + n,)` (a vector
+        may not be empty), and the gradients.
         """
         window = self.total(as_numbers(numbers, 3))
-        accepted = ops.depend(as_tensor(window["accepted"]), window["unit"])
+        accepted = ops.depend(as_tensor(window["accepted"]), window["unit"])  # see `counts_and_verdict`
         return accepted, as_vector((0.0, *window["measured"])), *window["gradients"]
 
     def close_with_exchanged(self, numbers: Tensor, measured: Tensor, *gradients: Tensor) -> Tensor:
         """Update with what `met` and `exchanged` returned, in the unit 1 of several ranks."""
         weight, microbatches, active = as_numbers(numbers, 3)
-        self.apply({"gradients": gradients, "unit": 1.0, "weight": weight, "microbatches": microbatches,
+        self.update_with({"gradients": gradients, "unit": 1.0, "weight": weight, "microbatches": microbatches,
                     "active": active, "measured": as_numbers(measured, measured.shape[0])[1:], "accepted": True,
                     "buffered": True, "own": self.weight_sum})
         return self.update_step + 0

@@ -102,7 +102,7 @@ def test_an_optimizer_that_compiles_itself_updates_while_mindspore_records(train
 
 
 def test_an_optimizer_that_is_called_while_mindspore_records_may_change_nothing():
-    """If this fails, MindSpore has mended it, and `Window.apply` need not switch recording off."""
+    """If this fails, MindSpore has mended it, and `Window.update_with` need not switch recording off."""
     network = MLP(seed=0)
     start, optimizer = values(network.trainable_params()), nn.AdamWeightDecay(network.trainable_params(), 0.1)
     with recording():

@@ -178,10 +178,27 @@ def test_a_stage_judges_a_window_by_its_sums_and_no_other_judges_for_it(mode):
             updated.append(train_step.updated)
         moved = values(network.trainable_params())
         ops.assign_add(train_step.window.weight_sum, Tensor(float("nan")))
-        accepted = train_step.window.total(train_step.window.held())["accepted"]
+        accepted = train_step.window.total(train_step.window.own_numbers())["accepted"]
     assert updated == [False, False, False, True]
     assert all(np.isfinite(value).all() for value in moved)
     assert bool(accepted)
+
+
+@ms.jit_class
+class Never(Stage):
+    """Accept no window, and say so without a Tensor."""
+
+    def accepts(self, window):
+        return False
+
+
+@pytest.mark.usefixtures("compiled_if_slow")
+@pytest.mark.parametrize(("first", "applied"), [(Never, False), (Heavy, True)])
+def test_a_window_has_to_be_accepted_by_all_stages(first, applied):
+    train_step = make_train_step(mean_loss(network := MLP()), sgd(network), 2, stages=(first(), Heavy()))
+    for x, y in batches([6, 6]):
+        train_step(*tensors(x, y))
+    assert (train_step.updated, train_step.status().closed_windows) == (applied, 1)
 
 
 @pytest.mark.parametrize(("error", "message", "stages"), [

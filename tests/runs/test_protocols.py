@@ -51,7 +51,8 @@ def result_of(draw):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "first", "count"), [*((2, first, 100) for first in range(0, 600, 100)), (4, 600, 100)])
+@pytest.mark.parametrize(("ranks", "first", "count"), [
+    *((2, first, 100) for first in range(0, 600, 100)), (4, 600, 100)])
 def test_each_draw_trains_as_one_process_or_raises_on_every_rank(tmp_path, ranks, first, count):
     """Control: without the comparison of tags, below."""
     found, status = launched(tmp_path, ranks, first, count)

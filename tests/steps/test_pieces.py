@@ -108,7 +108,7 @@ def test_a_window_with_a_part_of_a_batch_or_update_is_refused_until_it_is_reset(
         for driver in (whole, cut, cell):
             driver(*tensors(X, Y))
         assert (int(acc.mini_step), float(acc.weight_sum)) == (3, 48)
-        acc.window.mark_update()
+        acc.window.mark_emptying()
         acc.boundary.forget()  # as an interrupt leaves it
     assert not Path("torn.safetensors").exists()
 

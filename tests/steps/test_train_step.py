@@ -289,7 +289,7 @@ def test_a_torn_update_is_refused_by_an_epoch_that_goes_on(losses):
         list(step.epoch(stopped()))
     if losses == 2:
         ops.assign(step.window.mini_step, 1)  # as if a window of two were open
-    step.window.mark_update()
+    step.window.mark_emptying()
     step.boundary.forget()
     with pytest.raises(RuntimeError, match="stopped an update, so it may have changed only some of the parameters"):
         list(step.epoch(data, resume=True))

@@ -102,8 +102,8 @@ FAST = ("fast", "fast-calls")  # two, so that two workers of pytest need not wai
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_FEW, *_NOISE, *_ZERO, "traffic:window", "traffic:microbatch", "followed:jit"]),
     "fast-calls": (2, [*_FILES, *_STUCK, "logged:window", "logged:microbatch", "refusals", "apart", "sharded_later",
-                       "empty", "returned:window", "left_early", "left_inside", "saved_on_update", "evaluated", "unmatched",
-                       "built_again", "failing"]),
+                       "empty", "returned:window", "left_early", "left_inside", "saved_on_update", "evaluated",
+                       "unmatched", "built_again", "failing"]),
     "others": (2, [*(case for case in _RUNS if case not in _FEW), "resumed:window", "resumed:zero2", "zero_defects",
                    "zero_model", "selftest"]),
     "scripts": (2, ["mnist", "mnist_zero"]),
@@ -640,12 +640,12 @@ def selftest(rank):
     with patch.object(Buckets, "all_reduce", half(Buckets.all_reduce)), \
             patch.object(Scatter, "__call__", lambda self, flat: scatter(self, flat) / 2):
         found["half"] = run("half", "by hand, op by op", "float32")
-    with patch.object(Window, "apply", unnormalised if rank == 1 else Window.apply):
+    with patch.object(Window, "update_with", unnormalised if rank == 1 else Window.update_with):
         found["one"] = run("one", "token weights, means", "by hand, op by op", "float32")
     return found
 
 
-_apply = Window.apply
+_apply = Window.update_with
 
 
 def unnormalised(self, window):

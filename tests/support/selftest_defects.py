@@ -34,7 +34,7 @@ class Defect(NamedTuple):
     slow: bool = False  # whether other defects let its rows fail, too, or it takes seconds
 
 
-_add, _alone, _apply = Window.add, Window.update_alone, Window.apply
+_add, _alone, _apply = Window.add, Window.update_alone, Window.update_with
 _call, _call_step = Driver.__call__, TrainStep.__call__
 
 
@@ -124,7 +124,7 @@ DEFECTS = {
     "weights are ignored": Defect(
         [(Window, "add", unweighted)],
         {"ragged windows", "incomplete window", "clipping", "token weights, means", "loss scale"}, slow=True),
-    "the sum is not divided": Defect([(Window, "apply", undivided)], ALL),
+    "the sum is not divided": Defect([(Window, "update_with", undivided)], ALL),
     "nothing is clipped": Defect([(windows, "clip_factor", lambda norm, clip_norm: 1.0)], {"clipping"}, slow=True),
     "the norm is that of the sum": Defect(
         [(windows, "square_sum", lambda gradients, factor=1.0: square_sum(gradients))],
@@ -153,7 +153,7 @@ DEFECTS = {
         [(Window, "add", failing)], ALL, says="RuntimeError: no kernel for this", slow=True),
     # By hand, in pieces and with other losses, op by op.
     "sums by hand are averaged": Defect(
-        [(Window, "apply", averaged)], {"token weights, sums"},
+        [(Window, "update_with", averaged)], {"token weights, sums"},
         "token weights, sums, by hand, op by op, float32"),
     "the last piece counts as a full one": Defect(
         [(pieces, "starts_of", lambda samples, pieces: [(0, 3), (2, 3)] if samples == 5 else [(0, 2)])],
@@ -177,7 +177,8 @@ DEFECTS = {
         in_place(Halves), {"kernels in place"}, "kernels in place, buffer of 1,", op_by_op=True),
     # Compiled.
     "the sum is not divided, compiled": Defect(
-        [(Window, "apply", undivided)], {"token weights, sums"}, "token weights, sums, train step, float32", slow=True),
+        [(Window, "update_with", undivided)], {"token weights, sums"}, "token weights, sums, train step, float32",
+        slow=True),
     "the loss scale stays in the gradient, compiled": Defect(
         [(LossScale, "restore", not_restored)], {"token weights, means"},
         "token weights, means, by hand, compiled, float32", slow=True),

@@ -40,7 +40,7 @@ def everywhere(function, other):
 
 
 # What is replaced. Names of their own: a method that calls a function of its own name recurses without end in a graph.
-_add, _alone, _apply, _empty, _adopt = Window.add, Window.update_alone, Window.apply, Window.empty, Window.adopt
+_add, _alone, _apply, _empty, _adopt = Window.add, Window.update_alone, Window.update_with, Window.empty, Window.adopt
 _restored, _judged = vars(Window)["_restored"], vars(Window)["_judged"]
 _scaled, _gradients_of, _end, _train_weighed = Loss.scaled, Loss.gradients_of, End.__call__, WeighedPieces.__call__
 _placed, _weigh = vars(optimizers)["_placed_state"], SkipMicrobatch.weigh
@@ -107,7 +107,7 @@ def taken_in_any_case(self, gradients, weight):
 
 
 def counted_under_a_name(self, window):
-    """What `Window.apply` does with a window of one microbatch; not every branch uses the name of the count."""
+    """What `Window.update_with` does with a window of one microbatch; not every branch uses the name of the count."""
     factor = window["unit"] / window["weight"]
     step = ops.assign_add(self.update_step, 1)
     if isinstance(factor, Tensor):
@@ -198,7 +198,7 @@ DEFECTS = {
     "the number of samples reaches a bprop": ({"backward_clip": True}, _WEIGHT_IN_LOSS),
     "the loss scale is divided out after the norm": (
         {"clip_norm": 0.1, "scaler": [("static", 70), ("static", 100), ("static", 120)]},
-        (Replaced(Window, "_restored", as_they_are), Replaced(Window, "apply", divided_in_the_unit))),
+        (Replaced(Window, "_restored", as_they_are), Replaced(Window, "update_with", divided_in_the_unit))),
     "the spread is squared before the loss scale is divided out": (
         {"noise_scale": True, "accumulate_step": 2, "clip_norm": None,
          "scaler": [("static", 62), ("static", 70), ("static", 100)]},
@@ -212,7 +212,7 @@ DEFECTS = {
         everywhere(require_whole, never_required)),
     "the window is divided by its microbatches": (
         {"event": "shapes", "accumulate_step": 3, "weight": ["samples", "number", "tensor"]},
-        (Replaced(Window, "apply", divided_by_microbatches),)),
+        (Replaced(Window, "update_with", divided_by_microbatches),)),
     "the weight sum is not emptied": (
         {"event": "shapes", "accumulate_step": 3, "weight": ["samples", "number", "tensor"]},
         (Replaced(Window, "empty", emptied_but_for_the_weight),)),
@@ -249,7 +249,7 @@ DEFECTS = {
         (Replaced(several_losses, "counted", counted_undivided),)),
     "a graph drops the count of updates": (
         {"driver": "step", "accumulate_step": 1, "clip_norm": None, "scaler": None, "pieces": 1},
-        (Replaced(Window, "apply", counted_under_a_name),)),
+        (Replaced(Window, "update_with", counted_under_a_name),)),
     "an evaluation is the mean of its batches' means": (
         {"driver": ["step-pynative", "step"], "evaluate_at": [0, 3], "event": "shapes",
          "weight": "tensor"},
