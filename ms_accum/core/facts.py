@@ -89,7 +89,9 @@ def changes(name: str, old: dict[str, str], new: dict[str, str]) -> list[str]:
     in_both = [place for place in differ if place in old and place in new]
     texts: dict[str, str] = {}
     for place in in_both or differ[:1]:
-        shown = name if place == name else _BEFORE_NAME.sub("", f".{place}").replace("]", "", 1)
+        shown = name if place == name else _BEFORE_NAME.sub("", f".{place}")
+        if shown.count("]") > shown.count("["):  # of what is not shown
+            shown = shown.replace("]", "", 1)
         texts.setdefault(shown, f"{shown} {old.get(place, 'none')} -> {new.get(place, 'none')}")
     return list(texts.values())
 

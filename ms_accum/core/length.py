@@ -28,7 +28,7 @@ _COMPARED = (0, *(2**i for i in range(17)))
 _REMEDY = ("give an int >= 1, a dict {update_step: n} that holds 0, a function of the update count, "
            "or until_weight(65_536)")
 _UNKNOWN = ("the lengths of windows are not known before the run with {}; give an int, a dict {{update_step: n}} or a "
-            "function of the update count, or divide the weight of the run by the budget")
+            "function of the update count, or divide the weight of the run by the budget plus half a microbatch")
 
 
 @jit_class

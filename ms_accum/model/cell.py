@@ -124,6 +124,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
             "the kind of step": "TrainOneStepCell", "batch_axis": self.batch_axis, "weight_fn": weight_fn is not None,
             "has_weight": has_weight, "loss_reduction": loss_reduction})
         fix_unit_of_sums(self.window, loss_reduction)
+        self._weight_fn = weight_fn
         self._loss = Loss(self.window, network, positional("weight_fn", weight_fn), False, loss_reduction, name=NETWORK,
                           has_weight=has_weight)
         self._stream = Stream(self.window)
@@ -183,6 +184,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
     def _settle_mode(self, columns: int) -> None:
         """Warn if the network is in evaluation mode, and compile again if the mode has changed."""
         if self._mode is None:
+            positional("weight_fn", self._weight_fn, columns)  # raises an error if it does not take them
             self._mode = TrainMode((self.network,), self.accumulator.weights)
             if ms.get_context("mode") == ms.PYNATIVE_MODE:
                 warn_if_idle(self.optimizer)

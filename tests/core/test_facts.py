@@ -17,7 +17,7 @@ from support.modes import compiled
 from support.processes import run_python
 
 from ms_accum import Stage
-from ms_accum.core.facts import describe, text_of, texts_of_stages
+from ms_accum.core.facts import changes, describe, given_to, text_of, texts_of_stages
 from ms_accum.core.optimizers import state_of
 from ms_accum.selftest.comparing import values
 from ms_accum.selftest.networks import MLP
@@ -144,6 +144,15 @@ def test_slices_are_compared_by_the_names_of_the_whole_without_their_state():
     assert describe(optimizer) == before
     ops.assign(optimizer.global_step, Tensor([3], ms.int32))
     assert differing(describe(optimizer), before) == ["global_step"]
+
+
+@pytest.mark.parametrize(("optimizer", "name", "shown"), [
+    ("nn.SGD", "learning_rate", "lr.decay_rate 0.5 -> 0.25"),
+    ("nn.AdamWeightDecay", "lr", "lr[0].decay_rate 0.5 -> 0.25")])
+def test_the_schedule_of_a_group_that_changes_is_named(optimizer, name, shown):
+    old, new = (given_to(make(optimizer, group={"lr": nn.ExponentialDecayLR(0.1, rate, 1), "weight_decay": 0.1}))
+                for rate in (0.5, 0.25))
+    assert [text for key in new for text in changes(key, old[key], new[key])] == [shown]
 
 
 @pytest.mark.parametrize(("name", "state"), [

@@ -87,6 +87,10 @@ def test_two_cells_in_one_graph_have_names_of_their_own(mode_named):
     assert {f"{prefix}mini_step", f"{prefix}beta1_power", "moment1.one.first.weight"} <= set(names)
 
 
+def samples_of(label):
+    return len(label)
+
+
 def test_what_does_not_fit_is_refused():
     network = MLP()
     acc = Accumulator(sgd(network), 2, reduction="mean")
@@ -98,6 +102,8 @@ def test_what_does_not_fit_is_refused():
              lambda: TrainOneStepCell(lambda x: x, acc)),
             (TypeError, "weight_fn is of type int, expected a function",
              lambda: TrainOneStepCell(cell.network, acc, weight_fn=3)),
+            (TypeError, r"^weight_fn\(label\) does not take the batch \(2 by position\): too many positional",
+             lambda: TrainOneStepCell(cell.network, acc, weight_fn=samples_of)(x, y)),
             (TypeError, r"got keyword arguments \(label\), expected arguments by p", lambda: cell(x, label=y)),
             (ValueError, r"give Model\(TrainOneStepCell\(\.\.\.\)\) without an optimizer",
              lambda: Model(cell, optimizer=acc.optimizer))):
