@@ -90,7 +90,7 @@ def replacements():
     spans = [span for line in lines[1:] for span in re.findall(r"`([^`]+)`", line.split("|")[3])]
     lines = [span for span in spans if span not in ("loss / 4", "sync_gradients")]
     assert len(lines) > 10
-    return Block("\n".join(lines))
+    return Block("\n".join(["import warnings", 'warnings.simplefilter("ignore")', *lines]))  # nobody trains with them
 
 
 def scripts_of(process):

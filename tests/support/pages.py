@@ -90,6 +90,7 @@ def run_blocks(scripts):
     command = [sys.executable, Path(__file__).with_name("run_blocks.py"), *paths]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert "UserWarning: " not in done.stderr, done.stderr  # what one copies warns of nothing
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["unchanged"], "importing ms_accum changes global state"
     assert told["file"] == ms_accum.__file__
