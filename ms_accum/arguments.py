@@ -151,6 +151,8 @@ def require_callable(name: str, function: object, is_compiled: bool = True) -> N
 class Uncopied:
     """Prevent copying and pickling: a base class. A copy would share compiled graphs and Parameters."""
 
+    __slots__ = ()
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Raise TypeError; `copy` and `pickle` call this method."""
         name = type(self).__name__

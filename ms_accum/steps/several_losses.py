@@ -75,6 +75,8 @@ class SeveralLossesStep(TrainStep):
         loss_weights: Of the last microbatch: the weight of each loss, a tuple of floats.
     """
 
+    __slots__ = ("_total", "loss_weights")
+
     def __init__(self, functions: tuple[Callable, ...], accumulator: Accumulator, pieces: int,
                  graphs_for: Callable[..., Pieces], shapes: Shapes, losses: int, batch_axis: int, counts: str,
                  eager: bool) -> None:

@@ -98,9 +98,28 @@ class TrainStep(Uncopied):
 
     Attributes:
         accumulator: The accumulator that it feeds.
-        pieces: Number of pieces that a batch is cut into.
-        eager: Whether it runs op by op.
     """
+
+    # So that an option that is assigned later is an error: the graphs would not see it.
+    __slots__ = (
+        "__weakref__",
+        "_batch_axis",
+        "_before",
+        "_counts",
+        "_eager",
+        "_functions",
+        "_graphs",
+        "_graphs_for",
+        "_losses",
+        "_mode",
+        "_orders",
+        "_pieces",
+        "_shapes",
+        "_updated",
+        "accumulator",
+        "boundary",
+        "window",
+    )
 
     def __init__(self, functions: tuple[Callable, ...], accumulator: Accumulator, pieces: int,
                  graphs_for: Callable[..., Pieces], shapes: Shapes, batch_axis: int = 0, counts: str = "samples",
@@ -108,12 +127,12 @@ class TrainStep(Uncopied):
         require_unsharded()
         require_plain(cells_of(*functions), _INSIDE)
         self.accumulator, self.window, self.boundary = accumulator, accumulator.window, accumulator.boundary
-        self.boundary.has_own_graphs, self.eager = True, eager
+        self.boundary.has_own_graphs, self._eager = True, eager
         if eager:
             warn_if_idle(accumulator.optimizer)
         if pieces > 1:
             warn_of_lost_gradients(self.window.buffers[0].dtype, self.window.length.longest, pieces)
-        self.pieces, self.batch_axis, self._losses = pieces, batch_axis, 1
+        self._pieces, self._batch_axis, self._losses = pieces, batch_axis, 1
         self._updated: Optional[bool] = False  # None: a call is under way, or was interrupted
         self._before = 0  # updates before the last call
         self._functions, self._graphs_for, self._shapes, self._counts = functions, graphs_for, shapes, counts
@@ -322,7 +341,7 @@ class TrainStep(Uncopied):
         """Return the number of batches, and their sums; see `Pieces.evaluated`."""
         sums = np.zeros(1 + 2 * self._losses)
         # Op by op, a layer may have been replaced since the first call.
-        mode = TrainMode(self._functions, self.window.weights, True) if self.eager else self._watched()
+        mode = TrainMode(self._functions, self.window.weights, True) if self._eager else self._watched()
         with mode.evaluation():
             for arguments, named in map(as_arguments, batches):
                 key, batch = self._prepared(arguments, named)
@@ -337,7 +356,7 @@ class TrainStep(Uncopied):
                         (layout, flags, evaluates, generation): kept
                         for (layout, flags, evaluates, generation), kept in self._graphs.items() if not evaluates}
                     raise
-                if shapes not in self._shapes.compiled and not self.eager:
+                if shapes not in self._shapes.compiled and not self._eager:
                     self._shapes.note(shapes, perf_counter() - began)
         return sums
 
@@ -347,7 +366,7 @@ class TrainStep(Uncopied):
 
     def __repr__(self) -> str:
         """Return the settings, counters and the number of compiled shapes as text. It waits for the device."""
-        return self.boundary.described(type(self).__name__, self._counts, self.pieces, len(self._shapes.compiled))
+        return self.boundary.described(type(self).__name__, self._counts, self._pieces, len(self._shapes.compiled))
 
     def on_update(self, function: Callable[[], object], every: int = 1) -> None:
         """Call a Python function after each update whose count is a multiple of `every`: to save, evaluate or log.
@@ -376,9 +395,9 @@ class TrainStep(Uncopied):
 
     def _flush(self, ends_epoch: bool = False) -> bool:
         self._updated = None
-        self.boundary.run_as(self.eager)
+        self.boundary.run_as(self._eager)
         try:
-            closed, self._updated = self.boundary.flush(self.pieces, self._before_exchange, ends_epoch)
+            closed, self._updated = self.boundary.flush(self._pieces, self._before_exchange, ends_epoch)
         except Exception as error:
             self._explain(error)
             raise
@@ -394,18 +413,18 @@ class TrainStep(Uncopied):
         if named:
             # One order for each set of names, so that it is compiled once.
             named = dict(zip(named, as_tensors(named.values())))
-            named = named if self.eager else named_values(self._functions[0], named)
+            named = named if self._eager else named_values(self._functions[0], named)
             if frozenset(named) not in self._orders:
                 self._orders[frozenset(named)] = ordered(self._functions[0], named)
             names = self._orders[frozenset(named)]
             batch = (*batch, *[named[name] for name in names])
         # One graph for each layout: to pass samples and cut as arguments would cost 16 us a call.
-        return (*layout(batch, self.batch_axis, self.eager), names), batch
+        return (*layout(batch, self._batch_axis, self._eager), names), batch
 
     def _watched(self) -> TrainMode:
         """Return the mode of the networks that the functions use."""
         if self._mode is None:
-            self._mode = TrainMode(self._functions, self.window.weights, self.eager)
+            self._mode = TrainMode(self._functions, self.window.weights, self._eager)
             self.boundary.layers = self._mode.layers
         return self._mode
 
@@ -414,9 +433,9 @@ class TrainStep(Uncopied):
 
         `evaluates`: whether they are for an evaluation, which sets nothing.
         """
-        if self.boundary.eager != self.eager:  # not earlier: `repr` must compile nothing while MindSpore compiles
-            self.boundary.run_as(self.eager)
-        if self.eager:
+        if self.boundary.eager != self._eager:  # not earlier: `repr` must compile nothing while MindSpore compiles
+            self.boundary.run_as(self._eager)
+        if self._eager:
             require_op_by_op()
         watched = self._mode or self._watched()
         mode = tuple([layer.training for layer in watched.layers])
@@ -427,7 +446,7 @@ class TrainStep(Uncopied):
             watched.require_trained_network()
             if not evaluates:
                 watched.warn_if_evaluating(mode)
-            if not (self.eager or self._graphs):
+            if not (self._eager or self._graphs):
                 self._shapes.warn_if_ignored(watched.layers, len(key[1]), key[2])
             if key[0] and not evaluates:
                 self._fix_unit(key[0])
@@ -440,7 +459,7 @@ class TrainStep(Uncopied):
 
     def _fix_unit(self, samples: int) -> None:
         """Make the first piece's number of samples the unit of weights."""
-        self.window.fix_unit(float(-(-samples // self.pieces)))
+        self.window.fix_unit(float(-(-samples // self._pieces)))
 
     def _train(self, key: tuple, batch: tuple, missing: Optional[int] = None) -> Any:
         """Train on a microbatch of this layout. `missing`: see `Boundary.begin`."""
@@ -455,7 +474,7 @@ class TrainStep(Uncopied):
             is_alone = graphs.alone is not None and missing == 1 and self.boundary.held == 0
             began = perf_counter()
             result = (graphs.alone if is_alone else graphs)(*batch)  # type: ignore[misc]
-            if shapes not in self._shapes.compiled and not self.eager:
+            if shapes not in self._shapes.compiled and not self._eager:
                 self._shapes.note(shapes, perf_counter() - began)
             self._updated = self.boundary.end(missing, is_alone)
         except Exception as error:

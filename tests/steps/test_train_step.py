@@ -2,6 +2,7 @@
 
 That its updates are exact is drawn in test_differential.py, in any order of calls in test_machine.py.
 """
+import inspect
 import pickle
 import sys
 from contextlib import nullcontext
@@ -588,6 +589,23 @@ def test_a_window_that_is_closed_by_hand_does_not_make_the_next_one_longer(jitte
         lengths.append(length)
     assert lengths == [1, 1, 2, 2]
     assert int(train_step.accumulator.update_step) == 4
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("losses", [1, 2])
+def test_an_option_that_is_assigned_later_is_an_error(losses):
+    """Its graphs would not see it. Control: the learning rate can be set."""
+    network = MLP()
+
+    def forward_fn(x, y):
+        loss = mean_loss(network)(x, y)
+        return loss if losses == 1 else (loss, loss)
+
+    step = make_train_step(forward_fn, sgd(network), 2, losses=losses)
+    for name in inspect.signature(make_train_step).parameters:
+        with pytest.raises(AttributeError, match=name):
+            setattr(step, name, 1)
+    step.learning_rate = 0.5
 
 
 def test_threads_that_share_a_lock_train_as_one_after_the_other():
