@@ -124,6 +124,14 @@ def test_ranks_that_disagreed_go_on_with_a_new_step(left_by):
 
 
 @pytest.mark.slow
+def test_a_rank_that_drops_its_window_is_noticed_where_each_microbatch_is_summed(folder_of):
+    """Control: without the reset. The kernels of rank 1 may wait for rank 0, until msrun ends it."""
+    control, said = json.loads((folder_of("reset") / "rank0.json").read_text(encoding="utf-8"))["reset_inside"]
+    assert control == "accepted"
+    assert re.match(DIFFER + "rank 0 trains accumulator 2 in round 0, with 1 microbatches; rank 1 trains .* 0 \\(", said)
+
+
+@pytest.mark.slow
 def test_two_steps_for_each_batch_need_equal_numbers_of_batches(left_by):
     for uneven, off in left_by("twins", "calls"):
         assert re.match(DIFFER + "rank 0 trains accumulator 2 .*; rank 1 flushes accumulator 1", uneven)

@@ -266,6 +266,21 @@ def by_hand(rank):
     return said
 
 
+def reset_inside(rank):
+    """What a rank says where ranks sum each microbatch, and rank 1 drops its open window. Without that: nothing."""
+    found = []
+    for resets in (False, True):
+        _, step = built(3, reducer=DataParallel(sync="microbatch"))
+        first, *others = data_of(rank, 0, 4)
+        step(*first)
+        if rank == 1 and resets:
+            step.accumulator.reset()
+        found.append(said_by(lambda step=step, others=others: [step(*batch) for batch in others] and step.status()))
+        if not resets:
+            step.flush()
+    return found
+
+
 def own_all_reduce(rank):
     """What a rank says whose flush meets another rank's own AllReduce of the loss."""
     _, step = built()

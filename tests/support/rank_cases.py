@@ -59,6 +59,7 @@ from support.protocol_cases import (  # noqa: F401
     left_early,
     left_inside,
     own_all_reduce,
+    reset_inside,
     said_by,
     saved_on_update,
     twins,
@@ -116,6 +117,7 @@ LAUNCHES = {  # ranks, cases
     "left": (2, ["left_alone:jit"]),
     "calls": (2, ["evaluated:jit", "declared:jit", "twins", "by_hand", "by_hand:jit"]),
     "mixed": (2, ["own_all_reduce"]),
+    "reset": (2, ["reset_inside"]),
 }
 
 
