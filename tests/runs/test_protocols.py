@@ -128,7 +128,7 @@ def test_a_rank_that_drops_its_window_is_noticed_where_each_microbatch_is_summed
     """Control: without the reset. The kernels of rank 1 may wait for rank 0, until msrun ends it."""
     control, said = json.loads((folder_of("reset") / "rank0.json").read_text(encoding="utf-8"))["reset_inside"]
     assert control == "accepted"
-    assert re.match(DIFFER + "rank 0 trains accumulator 2 in round 0, with 1 microbatches; rank 1 trains .* 0 \\(", said)
+    assert re.match(DIFFER + "rank 0 trains accumulator .* in round 0, with 1 microbatches; rank 1 trains", said)
 
 
 @pytest.mark.slow
