@@ -27,7 +27,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from ..arguments import boolean, instance_of
 from ..core.accumulator import Accumulator
 from ..core.boundary import require_whole
-from ..core.facts import changes, rate_texts
+from ..core.facts import CLASS, changes, rate_texts
 from ..core.optimizers import divided_state, own_name, state_of
 from ..core.stages import require_scale
 from ..distributed.ranks import differing, gather, require_alike, sent_by, text_by, together
@@ -179,7 +179,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         network: A network with the same parameters as the saved one; their values are replaced.
         accumulator: As in `save_checkpoint`.
         keep_rates: Whether to load learning rates and momentum from the file if the script gives others. The list of
-            rates must have the same length.
+            rates must have the same length. Schedules and weight decay are always the script's.
 
     Returns:
         `extra`.
@@ -189,7 +189,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         CheckpointError: If the file is truncated, damaged or not a checkpoint of ms_accum, or was saved with a
             different network, optimizer or `after_update`; the message names the entry. With an open window, the number
             of ranks and all arguments of the accumulator must be equal, too (functions are compared at 0, 1, 2, 4, …
-            2**16 updates). With several ranks, all of them raise it. It does not compare arguments of the train step.
+            2**16 updates). With several ranks, all of them raise it. Of the arguments of the train step, only
+            `losses` is compared.
         OSError: If other code wrote to the file while it was read (a save of ms_accum never does). Later calls then
             raise RuntimeError, until a whole file is loaded.
         TypeError, ValueError: As in `save_checkpoint`; RuntimeError if a parameter was given new memory.
@@ -408,10 +409,11 @@ class _State:
         if about["open"] and changed:
             name, value = changed[0], self.settings[changed[0]]
             raise CheckpointError(f"{path} was saved in an open window with {name} {about[name]}, but this run has "
-                                  f"{value}; load it with the old settings, call flush(), save, and load that file "
-                                  "with the new ones")
+                                  f"{value}; load it with the old settings, train to the end of the window or "
+                                  "call flush(), save, and load that file with the new ones")
         notes = [f"{name} {about[name]} -> {self.settings[name]}" for name in changed]
         given: dict[str, dict[str, str]] = about.get("given", self.given)  # older files do not know it
+        given = {CLASS: self.given.get(CLASS, {}), **given}
         of_script = [name for name in {**given, **self.given} if given.get(name) != self.given.get(name)]
         # A rate that was lowered in training: "0.1 -> 0.05" alone would not say that the run had reached 0.01.
         reached = {name: {name: f"{given[name].get(name)} ({text} when it was saved)"}
@@ -422,7 +424,9 @@ class _State:
         ignored = {_TORN} if alike else {_TORN, _UNIT}
         if keep_rates:
             kept = self.kept(about, found)
+            others = [name for name in of_script if name not in kept and name != CLASS]
             notes += [f"keep_rates=True keeps {' and '.join(kept)} of the file"] if kept else []
+            notes += [f"keep_rates=True does not keep {' and '.join(others)}"] if others else []
             for name in kept:
                 old, new = found[f"optimizer:{name}"].shape, self.entries[f"optimizer:{name}"].shape
                 if tuple(old) != tuple(new):
@@ -444,7 +448,10 @@ class _State:
         own = {name.removeprefix(start): e for name, e in of_others.items() if name.startswith(start)}
         # Older files do not count empty windows.
         unneeded = {*ignored, _EMPTY, *(() if about["open"] else self.of_window)}
-        _require_entries(path, {**of_rank_0, **own}, unneeded, {**self.entries, **self.divided}, self.entries)
+        remedy = "build network, optimizer and accumulator with the same arguments, or load the weights alone, with "
+        remedy += "ms_accum.load_weights" + "".join(
+            f" ({text})" for text in changes(CLASS, given[CLASS], self.given.get(CLASS, {})))
+        _require_entries(path, {**of_rank_0, **own}, unneeded, {**self.entries, **self.divided}, self.entries, remedy)
         return {**of_rank_0, **of_others}, notes
 
 
@@ -459,14 +466,13 @@ def _finished(network: nn.Cell, accumulator: Accumulator, extra: Any) -> _State:
 
 
 def _require_entries(path: Path, found: dict[str, Entry], unneeded: set[str], shaped: dict[str, Parameter],
-                     entries: dict[str, Parameter]) -> None:
+                     entries: dict[str, Parameter], remedy: str) -> None:
     """Raise CheckpointError unless the file holds all entries, in the shapes of `shaped`."""
     for name in {**entries, **found}:
         held = _described(found.get(name), found.get(name))
         wanted = _described(entries.get(name), shaped.get(name))
         if held != wanted and (name in found or name not in unneeded):
-            raise CheckpointError(f"{path}: {name} is {held} in the file, but {wanted} in this run; build network, "
-                                  "optimizer and accumulator with the same arguments")
+            raise CheckpointError(f"{path}: {name} is {held} in the file, but {wanted} in this run; {remedy}")
     if _SCALE in found and found[_SCALE].reader is not None:
         try:
             require_scale(found[_SCALE].read())

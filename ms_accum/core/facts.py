@@ -37,6 +37,9 @@ _ARGUMENT = re.compile(r"\.(opt\.|optimizer\.)*(init_args\[|param_groups\[|(grou
                        r"init_params\[params\]\[\d+\]\[(lr|weight_decay)\]\.)")
 
 
+CLASS = "optimizer"
+
+
 def describe(optimizer: Any) -> dict[str, str]:
     """Return texts by name of all that an optimizer holds. They are equal for optimizers that were built alike.
 
@@ -66,9 +69,11 @@ def _name_of(place: str) -> str:
 def given_to(optimizer: Any) -> dict[str, dict[str, str]]:
     """Return what a script gives an optimizer (rates, weight decay, schedules, other numbers): texts by name and place.
 
+    And its class, as "optimizer".
+
     Call it before the training begins: then the rates are those of the script, not what a callback has made of them.
     """
-    given: dict[str, dict[str, str]] = {}
+    given = {CLASS: {CLASS: f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"}}
     for place, text in _Walk(lambda _: "").texts(optimizer, in_schedule=True):  # schedules by their numbers
         if _ARGUMENT.match(place) and text and not text.startswith(("as .", "builtins.", "mindspore.ops.")):
             given.setdefault(_name_of(place), {})[place.removeprefix(".")] = text.removeprefix("Float32() ")

@@ -79,7 +79,7 @@ class Buckets:
         if numbers and self.carries_numbers:
             last, others = others[0], others[1:]
             own = gradients_of_bucket(last, gradients, self.dtypes, sums, unit)
-            sums = self.sum(ops.concat((self._flat(own, last, 0), as_vector(numbers))))
+            sums = self.sum(ops.depend(ops.concat((self._flat(own, last, 0), as_vector(numbers))), sums))
             numbers = as_numbers(sums[self.totals[-1]:], len(numbers))
             summed = self._split(sums, last)
         elif numbers:

@@ -281,6 +281,7 @@ class WindowLog(Callback):
 
         self._followed: Optional[Accumulator] = None  # in a loop of a user's own
         self._has_warned = False  # of microbatches that it was not called after
+        self._recalled: Optional[Logged] = None  # of the last checkpoint that was loaded
         self._losses: list[tuple[tuple, tuple]] = []  # of each microbatch: its losses and their weights
         self._weight, self._trained, self._closed, self._held, self._skipped = 0.0, 0, 0, 0, 0
 
@@ -303,8 +304,11 @@ class WindowLog(Callback):
         """
         accumulator = train_step.accumulator
         status = accumulator.status()
-        if self._followed is not accumulator:
-            if self._followed is not None:
+        recalled = accumulator.boundary.recalled
+        is_loaded = recalled is not self._recalled and recalled.trained >= 0  # since the last call: begin again
+        self._recalled = recalled
+        if self._followed is not accumulator or is_loaded:
+            if self._followed not in (None, accumulator):
                 raise ValueError("this WindowLog follows another train step; give each step a WindowLog of its own")
             self._begin(accumulator)
             self._followed, self._place = accumulator, (status.epochs + 1, 0)

@@ -408,7 +408,7 @@ class Loss:
             self.stream.start(returned[2][0] if self.has_weight and not self.is_added else None)
         return ops.depend(returned[0], self.window.begin(returned[0])), returned[1], returned[2]
 
-    def evaluated(self, rows: int, piece: tuple) -> tuple[Tensor, Tensor]:
+    def evaluated(self, rows: Scalar, piece: tuple) -> tuple[Tensor, Tensor]:
         """Return the losses of a piece of `rows` samples as `forward_fn` returns them, and their weights: float32
         `(losses,)`."""
         returned, own, _ = parted(self.forward_fn(*piece), self.has_weight, self.has_aux, self.returns, self.name)

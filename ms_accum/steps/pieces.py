@@ -111,7 +111,8 @@ class Pieces:
                 start, rows = self.starts[place]
                 if rows not in self._evaluations:
                     cut = self.cut if len(self.starts) > 1 else None
-                    self._evaluations[rows] = self.boundary.straight(Evaluated(self.loss, cut, rows), self.inputs)
+                    evaluated = Evaluated(self.loss, cut, rows, self.inputs is not None)
+                    self._evaluations[rows] = self.boundary.straight(evaluated, self.inputs)
                 totals = self._evaluations[rows](Tensor(start, ms.int32), totals, *batch)
         except Exception as error:
             ask_about_piece(error, place, len(self.starts))
@@ -182,16 +183,18 @@ class Piece:
 class Evaluated:
     """Add up the losses of a piece, without a backward pass.
 
-    `cut`: the axis along which each argument is cut; None: the piece is the whole batch.
+    `cut`: the axis along which each argument is cut; None: the piece is the whole batch. `is_dynamic`: see `Whole`.
     """
 
-    def __init__(self, loss: Loss, cut: Optional[Cut], rows: int) -> None:
+    def __init__(self, loss: Loss, cut: Optional[Cut], rows: int, is_dynamic: bool) -> None:
         self.loss, self.cut, self.rows, self.places = loss, cut, rows, places_of(rows)
+        self.is_dynamic = is_dynamic and cut is None
 
     def __call__(self, start: Tensor, totals: Tensor, *batch: Any) -> Tensor:
         """Return the new totals, given those before the piece that begins with sample `start`; see `Piece`."""
         piece = batch if self.cut is None else select_rows(start + self.places, self.cut, batch)
-        losses, weights = self.loss.evaluated(self.rows, piece)
+        rows = samples_in_graph(batch, self.loss.batch_axis) if self.is_dynamic else self.rows
+        losses, weights = self.loss.evaluated(rows, piece)
         return totals + concat((losses if self.loss.is_sum else counted(losses, weights), weights))
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ..core.boundary import Boundary
     from ..core.stream import Stream
     from ..core.window import Window
+    from ..tensors import Scalar
     from .batch import Cut
     from .shapes import Inputs, Shapes
 
@@ -85,6 +86,7 @@ class SeveralLossesStep(TrainStep):
                              'of a window cannot be summed before it is trained; give sync="window"')
         super().__init__(functions, accumulator, pieces, graphs_for, shapes, batch_axis, counts, eager)
         self._losses, self._total = losses, None  # type: int, Optional[Callable]
+        self.boundary.settings["number of losses"] = str(losses)
 
     def _begin_epoch(self, resume: Optional[bool]) -> int:
         """See `TrainStep`."""
@@ -209,7 +211,7 @@ class SeveralLosses(Loss):
         super().__init__(window, forward_fn, weight_fn, has_aux, reduction, batch_axis, stream=stream)
         self.losses = losses
 
-    def evaluated(self, rows: int, piece: tuple) -> tuple[Tensor, Tensor]:
+    def evaluated(self, rows: Scalar, piece: tuple) -> tuple[Tensor, Tensor]:
         """See `Loss`."""
         losses = checked_losses(parted(self.forward_fn(*piece), False, self.has_aux, self.returns)[0], self.losses)
         return as_vector(losses), weights_of(self.weight_fn, self.losses, rows, piece)

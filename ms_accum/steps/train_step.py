@@ -451,7 +451,7 @@ class TrainStep(Uncopied):
             if key[0] and not evaluates:
                 self._fix_unit(key[0])
             # Of all numbers of samples, if that is declared as dynamic.
-            alike = compiled_for if evaluates else (self._shapes.key_of(*key), *compiled_for[1:])
+            alike = (self._shapes.key_of(*key), *compiled_for[1:])
             if alike not in self._graphs:
                 self._graphs[alike] = self._graphs_for(*key)
             self._graphs[compiled_for] = self._graphs[alike]

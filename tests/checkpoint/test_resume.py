@@ -122,6 +122,49 @@ def test_what_the_script_gives_the_optimizer_counts(case, compiled_if_slow):
         assert moved(*resumed, 1) == pytest.approx(first, rel=1e-5 if expected else 1)
 
 
+def test_a_schedule_of_the_file_is_not_kept(compiled_if_slow):
+    save_checkpoint("c.safetensors", *built(sgd(exponential(0.1))))
+    said = loaded(*built(sgd(exponential(0.4))), keep_rates=True)
+    assert said == "learning_rate.learning_rate 0.1 -> 0.4, keep_rates=True does not keep learning_rate"
+
+
+def test_another_optimizer_is_named(compiled_if_slow):
+    """In a warning if its state has the same names, else in the error. Control: the same one."""
+    def made(kind):
+        return built(lambda network: kind(network.trainable_params(), 0.05, weight_decay=0.1))
+
+    save_checkpoint("c.safetensors", *made(optim.Adam))
+    assert loaded(*made(optim.Adam)) == ""
+    changed = "optimizer mindspore.experimental.optim.adam.Adam -> mindspore."
+    assert loaded(*made(optim.AdamW)) == f"{changed}experimental.optim.adamw.AdamW"
+    with pytest.raises(CheckpointError, match=rf"missing in .*, with ms_accum\.load_weights \({changed}nn\.optim\.sgd"):
+        loaded(*built(sgd(0.1)))
+
+
+@pytest.mark.parametrize("losses", [(1, 2), (2, 1)])
+def test_an_open_window_keeps_its_number_of_losses(losses):
+    """Control: a closed one need not."""
+    def made(count):
+        network = nn.Dense(2, 1)
+
+        def forward_fn(x):
+            loss = network(x).mean()
+            return loss if count == 1 else (loss, loss)
+
+        return network, make_train_step(forward_fn, sgd(0.1)(network), 2, losses=count, eager=True)
+
+    network, train_step = made(losses[0])
+    for _ in train_step.epoch([BATCH] * 3):
+        if train_step.updated or train_step.status().mini_step:
+            save_checkpoint("c.safetensors" if train_step.updated else "open.safetensors", network, train_step)
+        if train_step.updated:
+            break
+    assert loaded(*made(losses[1])) == f"number of losses {losses[0]} -> {losses[1]}"
+    with pytest.raises(CheckpointError, match=f"in an open window with number of losses {losses[0]}, but this run has {losses[1]}"
+                                              "; load it with the old settings, train to the end of the window or call"):
+        load_checkpoint("open.safetensors", *made(losses[1]))
+
+
 def test_rates_of_the_file_are_kept_if_the_script_says_so(compiled_if_slow):
     """Control: without it, see above; a list of another length does not fit."""
     network, train_step = built(sgd(0.1))
@@ -137,7 +180,8 @@ def test_rates_of_the_file_are_kept_if_the_script_says_so(compiled_if_slow):
                        r"in the file and \(2,\) in this run; give as many rates as before, or leave keep_rates out"):
         load_checkpoint("c.safetensors", *built(sgd([0.1, 0.2])), keep_rates=True)
     decayed = built(sgd(0.2, weight_decay=0.5))  # the decay is no Parameter, so that of the script counts
-    said = "learning_rate 0.1 -> 0.2, weight_decay 0 -> 0.5, keep_rates=True keeps learning_rate of the file"
+    said = ("learning_rate 0.1 -> 0.2, weight_decay 0 -> 0.5, keep_rates=True keeps learning_rate of the file, "
+            "keep_rates=True does not keep weight_decay")
     assert {*loaded(*decayed, keep_rates=True).split(", ")} == {*said.split(", ")}
     save_checkpoint("c.safetensors", *decayed)
     assert loaded(*built(sgd(0.2, weight_decay=0.5))) == "learning_rate 0.1 -> 0.2"
@@ -289,8 +333,8 @@ def test_other_settings_count_at_a_closed_window(case, compiled_if_slow):
     moved(network, train_step, 1)
     save_checkpoint("c.safetensors", network, train_step)
     name = "".join(takewhile(lambda letter: letter != " ", message))
-    with pytest.raises(CheckpointError, match=rf"in an open window with {name} .*; load it with the old settings, call "
-                                              r"flush\(\), save, and load that file with the new ones"):
+    with pytest.raises(CheckpointError, match=rf"in an open window with {name} .*; load it with the old settings, train "
+                                              r"to the end of the window or call flush\(\), save, and load that file "):
         load_checkpoint("c.safetensors", *made(new))
     again = made(old)
     assert loaded(*again) == ""

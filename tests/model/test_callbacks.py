@@ -344,6 +344,35 @@ def test_a_loop_that_goes_back_to_a_checkpoint_logs_all_its_windows(tmp_path):
         assert [row["update_step"] for row in rows] == updates
 
 
+@pytest.mark.parametrize("logs", [1, 2])
+def test_a_log_whose_run_goes_back_in_one_process_has_the_rows_of_a_new_start(logs, tmp_path):
+    """Its epochs, too. Control: the rates of updates 2 and 3, which were made twice."""
+    network = MLP()
+    step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), 2, eager=True)
+    files, rows = [tmp_path / f"{i}.csv" for i in range(logs)], []
+    made = [*map(WindowLog, files), WindowLog(rows.append)]
+
+    def train():
+        for loss in step.epoch([tensors(*batches([6])[0])] * 6, resume=step.trained > 0):
+            for log in made:
+                log(step, loss)
+            if step.trained == 2 and step.updated:
+                save_checkpoint(tmp_path / "a.safetensors", network, step)
+
+    train()
+    load_checkpoint(tmp_path / "a.safetensors", network, step)
+    step.learning_rate = 0.05
+    train()
+    train()
+    rates = {1: 0.1, **dict.fromkeys(range(2, 7), 0.05)}
+    for file in files:
+        read = [(int(row["epoch"]), int(row["update_step"]), float(row["learning_rate"]))
+                for row in csv.DictReader(file.open())]
+        assert read == [(1 + (update > 3), update, pytest.approx(rate)) for update, rate in rates.items()]
+    assert [(row["epoch"], row["update_step"]) for row in rows] == [
+        (1, 1), (1, 2), (1, 3), (1, 2), (1, 3), (2, 4), (2, 5), (2, 6)]
+
+
 @pytest.mark.parametrize("driver", ["a new log", "a told log", "the same log", "Model"])
 @pytest.mark.parametrize("held", [1, 2])
 def test_a_window_that_goes_on_after_a_resume_reports_its_whole_loss(driver, held, monkeypatch):

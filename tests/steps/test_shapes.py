@@ -109,6 +109,19 @@ def test_declared_lengths_are_trained_alike_by_one_graph(name, mode):
     assert (found["declared"][2], graphs) == (0, 0)
 
 
+@pytest.mark.parametrize("weight_fn", [None, pytest.param(tokens_of, marks=pytest.mark.slow)])
+def test_an_evaluation_takes_any_number_of_samples_by_one_graph(weight_fn):
+    """As op by op. Control: without a declaration, each shape is compiled (`test_evaluate.py`)."""
+    batches, found, loss = batches_of(None), [], MeanLoss()
+    for eager in (False, True):
+        step = make_train_step(declared(function_of(loss), ROWS), sgd(loss), 2, weight_fn=weight_fn, eager=eager)
+        step.evaluate(batches[:1])
+        before = compiled_graphs()
+        found.append(step.evaluate(batches))
+        assert compiled_graphs() == before
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 @pytest.mark.parametrize("place", ["cell", pytest.param("network", marks=pytest.mark.slow)])
 def test_a_cell_takes_declared_lengths(place):
     """With one graph, as op by op. Control: without a declaration, one for each shape."""
