@@ -197,7 +197,8 @@ class Accumulator(Uncopied):
                     "on_nonfinite": on_nonfinite, "max_skips": repr(max_skips), "noise_scale": repr(noise_scale),
                     "stages": ", ".join(type(stage).__name__ for stage in stages) or "none",
                     "buffer_dtype": ", ".join(sorted({str(dtype) for dtype in dtypes})),
-                    "loss_scaler": "None" if loss_scaler is None else short_text_of(loss_scaler), "number of losses": "1"}
+                    "loss_scaler": "None" if loss_scaler is None else short_text_of(loss_scaler),
+                    "number of losses": "1"}
         self.loss_scaler = loss_scaler
         accumulated = AccumulatedParameters(weights, dtypes, dict(settings), slices_among(optimizer.parameters))
         if reducer is not None:

@@ -307,7 +307,7 @@ class Weights:
         return stack(weights)
 
 
-def weights_of(weight_fn: Optional[Callable], losses: int, rows: int, piece: tuple) -> Tensor:
+def weights_of(weight_fn: Optional[Callable], losses: int, rows: Scalar, piece: tuple) -> Tensor:
     """Return the weights of the losses of a piece: float32 `(losses,)`."""
     if weight_fn is None:
         return as_vector((float(rows),) * losses)

@@ -196,7 +196,7 @@ def test_another_run_is_refused():
     scale = r"accumulator:loss_scaler\.scale_value"
     for other, message in (
             ({"accumulate_step": 4}, r"in an open window with accumulate_step 3, but this run has 4; load it with the "
-                                     r"old settings, train to the end of the window or call flush\(\), save, and load "),
+                                     r"old settings, train to the end of the window or call flush\(\), save, and"),
             ({"reduction": "sum"}, "in an open window with reduction mean, but this run has sum; load it with the old"),
             ({"on_nonfinite": "skip_window"}, "in an open window with on_nonfinite apply, but this run has skip_wi"),
             ({"hidden": 6}, r"first\.weight is of float32 \(5, 6\) in the file, but of float32 \(6, 6\) in this run"),

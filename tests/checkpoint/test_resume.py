@@ -160,8 +160,8 @@ def test_an_open_window_keeps_its_number_of_losses(losses):
         if train_step.updated:
             break
     assert loaded(*made(losses[1])) == f"number of losses {losses[0]} -> {losses[1]}"
-    with pytest.raises(CheckpointError, match=f"in an open window with number of losses {losses[0]}, but this run has {losses[1]}"
-                                              "; load it with the old settings, train to the end of the window or call"):
+    with pytest.raises(CheckpointError, match=f"open window with number of losses {losses[0]}, but this run has "
+                                              f"{losses[1]}; load it with the old settings, train to the end of the"):
         load_checkpoint("open.safetensors", *made(losses[1]))
 
 
@@ -334,7 +334,7 @@ def test_other_settings_count_at_a_closed_window(case, compiled_if_slow):
     save_checkpoint("c.safetensors", network, train_step)
     name = "".join(takewhile(lambda letter: letter != " ", message))
     with pytest.raises(CheckpointError, match=rf"in an open window with {name} .*; load it with the old settings, train "
-                                              r"to the end of the window or call flush\(\), save, and load that file "):
+                                              r"to the end of the window or call flush\(\), save, and load that"):
         load_checkpoint("c.safetensors", *made(new))
     again = made(old)
     assert loaded(*again) == ""
