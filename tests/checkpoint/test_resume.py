@@ -333,7 +333,7 @@ def test_other_settings_count_at_a_closed_window(case, compiled_if_slow):
     moved(network, train_step, 1)
     save_checkpoint("c.safetensors", network, train_step)
     name = "".join(takewhile(lambda letter: letter != " ", message))
-    with pytest.raises(CheckpointError, match=rf"in an open window with {name} .*; load it with the old settings, train "
+    with pytest.raises(CheckpointError, match=rf"open window with {name} .*; load it with the old settings, train "
                                               r"to the end of the window or call flush\(\), save, and load that"):
         load_checkpoint("c.safetensors", *made(new))
     again = made(old)
