@@ -146,8 +146,8 @@ def test_ranks_save_and_load_together(left_by, launch, case):
 def test_a_closed_window_goes_on_with_another_number_of_ranks(left_by, folder_of, launch, case, uncompiled):
     """From one process to several and back, with the updates of an uninterrupted run. An open window is refused."""
     ranks, sync = LAUNCHES[launch][0], case.split(":")[1]
-    refused = (r"CheckpointError: .* was saved in an open window with {} .*; load it with the old settings, train to the "
-               r"end of the window or call flush\(\), save, and load that file with the new ones")
+    refused = (r"CheckpointError: .* was saved in an open window with {} .*; load it with the old settings, train to "
+               r"the end of the window or call flush\(\), save, and load that file with the new ones")
     oracle = reference.Undivided(values(MLP(seed=0).trainable_params()), reference.SGD(0.1, 0.9), 8, "mean", 0.5)
     for x, y in dealt_out(ranks):
         oracle((x, y), len(x))
