@@ -44,6 +44,7 @@ def require(*cases):
     return {name for _, _, done in lines for name in done}
 
 
+@pytest.mark.slow
 def test_without_a_name_it_trains():
     """The others are in the slow test."""
     assert require("2.11.0", "mindspore.communication:*get_rank", "mindspore.nn.utils:no_init_parameters"

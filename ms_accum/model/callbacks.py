@@ -304,7 +304,8 @@ class WindowLog(Callback):
         """
         accumulator = train_step.accumulator
         status = accumulator.status()
-        recalled = accumulator.boundary.recalled
+        boundary = accumulator.boundary
+        recalled = boundary.recalled
         is_loaded = recalled is not self._recalled and recalled.trained >= 0  # since the last call: begin again
         self._recalled = recalled
         if self._followed is not accumulator or is_loaded:

@@ -187,6 +187,7 @@ print(list({'b', 'a', 'c'}))
 """
 
 
+@pytest.mark.slow
 def test_texts_are_equal_in_two_processes(monkeypatch):
     """Although hashes, and so the order of sets, differ."""
     told = []

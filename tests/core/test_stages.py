@@ -86,6 +86,7 @@ class Counting(Stage):
         ops.assign_add(self.closed, 1.0 if applied else 0.0)
 
 
+@pytest.mark.usefixtures("compiled_if_slow")
 @pytest.mark.parametrize(("accumulate_step", "pieces"), [
     (2, 2), pytest.param(1, 1, marks=pytest.mark.slow)])
 def test_a_stage_of_a_users_own_sees_each_piece_and_each_window(accumulate_step, pieces):
@@ -137,6 +138,7 @@ def test_what_a_stage_keeps_of_a_window_goes_with_it():
         assert int(stage.opened) == 0
 
 
+@pytest.mark.usefixtures("compiled_if_slow")
 @pytest.mark.parametrize("accumulate_step", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_a_stage_keeps_of_a_window_is_0_when_the_next_begins(accumulate_step):
     """Also in windows of one microbatch, which have no buffers."""

@@ -25,6 +25,7 @@ def lengthening(update_step):
     return ops.minimum(update_step // 64 + 1, 1024)
 
 
+@pytest.mark.parametrize("mode", [pytest.param("jit", marks=pytest.mark.slow), "pynative"], indirect=True)
 def test_dtypes_of_parameters_and_buffers(mode):
     """Several microbatches in one function, which 16 bits must not lose; gradients in their parameters' dtypes."""
     def parameters(prefix):

@@ -35,9 +35,10 @@ def test_zero_trains_as_without_it(left_by, launch, case):
             assert found["norms"][0] == pytest.approx(found["norms"][1], rel=1e-6), where
 
 
+@pytest.mark.slow
 def test_a_users_optimizer_is_tried_without_a_trace_and_saved_as_a_whole(left_by):
     """Its state is found by place, and its plain numbers are restored after the trial. What is not found is refused."""
-    for left in left_by("zero_own"):
+    for left in left_by("zero_own", "others"):
         said = left.pop("hidden")
         assert re.match(r"ValueError: rank 1 and rank 0 differ in optimizer:first0, optimizer:other0.*; ms_accum finds "
                         "state of slices by its name, which has to end in the parameter's", said), said

@@ -118,7 +118,8 @@ def wrong_in(process):
             for block, (said, _) in zip(blocks, printed[name], strict=True) if not block.agrees(said)}
 
 
-@pytest.mark.parametrize("process", [*FRONT, pytest.param(CHINESE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("process", [
+    "README", FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in ("resumed", CHINESE))])
 def test_every_block_of_the_front_pages_prints_what_it_says(process):
     assert wrong_in(process) == {}
 

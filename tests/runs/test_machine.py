@@ -179,7 +179,7 @@ class Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(("driver", "examples"), [
-    *((driver, FEW) for driver in ("step", "cell-graph", "hand-jit", "hand-pynative")),
+    *((driver, FEW) for driver in ("step", "cell-graph", "hand-pynative")),
     *(pytest.param(driver, 50, marks=pytest.mark.slow) for driver in DRIVERS)])
 def test_calls_in_any_order_equal_the_oracle(driver, examples):
     machine = type("Run", (Machine,), {"driver": driver})

@@ -209,9 +209,9 @@ def test_selftest_on_two_ranks(left_by):
 
 def test_a_rank_that_fails_ends_the_run(folder_of):
     """With the error in its log, and nobody left behind."""
-    end = json.loads((folder_of("fast-calls") / "end.json").read_text(encoding="utf-8"))
+    end = json.loads((folder_of("fast") / "end.json").read_text(encoding="utf-8"))
     assert end["status"] not in (0, None)
-    assert "ValueError: no more digits" in logs_of(folder_of("fast-calls"), 2)[1]
+    assert "ValueError: no more digits" in logs_of(folder_of("fast"), 2)[1]
     assert re.search(r"Worker process \d+ exit with exception", end["output"]), end
     assert end["alive"] == []
 

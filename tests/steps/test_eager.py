@@ -276,6 +276,7 @@ def test_a_forward_function_that_returns_no_loss_is_refused(returned, match):
     assert step.status().trained == 0
 
 
+@pytest.mark.slow
 def test_a_compiled_step_goes_on_with_the_file_of_an_eager_one_bit_for_bit(tmp_path):
     def start(eager):
         network = MLP(seed=0)

@@ -125,7 +125,9 @@ def test_a_single_microbatch_and_an_incomplete_window_are_windows_too(accumulate
         assert step.status()[:7] == status[:7]
 
 
-@pytest.mark.parametrize("options", [{}, {"on_nonfinite": "skip_window"}, {"on_nonfinite": "skip_microbatch"}])
+@pytest.mark.parametrize("options", [
+    {"on_nonfinite": "skip_window"},
+    *(pytest.param(one, marks=pytest.mark.slow) for one in ({}, {"on_nonfinite": "skip_microbatch"}))])
 def test_the_first_is_warned_of_once_where_the_host_reads(options):
     """With as many reads as windows with tokens need: none, or one each, where windows may be dropped."""
     step, reads = built("step", 1, **options), []

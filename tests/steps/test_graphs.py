@@ -169,7 +169,7 @@ def refusal(functions):
 
 @pytest.mark.fresh_process("graph")
 @pytest.mark.parametrize(("mode", "every"), [
-    ("graph", 14), pytest.param("graph", 1, marks=pytest.mark.slow), ("pynative", 1)])
+    ("pynative", 3), *(pytest.param(mode, 1, marks=pytest.mark.slow) for mode in ("graph", "pynative"))])
 def test_functions_that_return_what_cannot_be_used_are_refused(mode, every):
     """After such an error MindSpore 2.10 now and then cannot compile another gradient."""
     with running(mode):

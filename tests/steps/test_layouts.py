@@ -106,9 +106,9 @@ def control_flow(graph):
     return set(re.findall(pattern, graph))
 
 
+@pytest.mark.slow
 @pytest.mark.fresh_process("jit")
-@pytest.mark.parametrize(("mode", "steps"), [
-    ("jit", FAST), pytest.param("jit", OTHERS, marks=pytest.mark.slow)], ids=["jit-fast", "jit-others"])
+@pytest.mark.parametrize(("mode", "steps"), [("jit", FAST), ("jit", OTHERS)], ids=["jit-fast", "jit-others"])
 def test_the_graphs_of_a_train_step_hold_no_control_flow(mode, steps, monkeypatch):
     """Without the branch that CPU gets. Control: a step with that branch has a Switch."""
     save_graphs()

@@ -156,6 +156,7 @@ def test_an_optimizer_without_a_known_rate_says_so():
     assert step.learning_rate == 0.2  # as it was given, though it is a float32
 
 
+@pytest.mark.slow
 def test_a_rate_that_was_set_is_part_of_a_checkpoint(tmp_path):
     """Also where graphs hold it as a constant. Control: a run without the file."""
     def built(seed=0):

@@ -176,6 +176,7 @@ def spread(of_batch):
     return ops.logsumexp(of_batch, 0).mean()
 
 
+@pytest.mark.slow
 def test_a_batch_by_name_and_a_partial_take_declared_lengths():
     """Only some columns may be declared. Control: the others are still compiled for each shape."""
     losses, graphs = [], []

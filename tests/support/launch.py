@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -47,8 +47,9 @@ def _launch(folder, count, cases):
         environment["MS_NODE_TIMEOUT"] = "5"
     if len(cases) > 1:  # ranks are late on busy cores, above all if they compile
         environment["MS_CPU_COMM_OP_TIMEOUT"] = "300"
-    process = subprocess.Popen(list(map(str, command)), cwd=folder, env=environment, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT)
+    with _all_cores():
+        process = subprocess.Popen(list(map(str, command)), cwd=folder, env=environment, text=True,
+                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output = "stopped by the test"
     try:
         output, _ = process.communicate(timeout=1200)
@@ -58,6 +59,18 @@ def _launch(folder, count, cases):
             os.kill(number, signal.SIGKILL)
         end = {"status": process.returncode, "alive": alive, "output": output}
         (folder / "end.json").write_text(json.dumps(end), encoding="utf-8")
+
+
+@contextmanager
+def _all_cores():
+    """What is started inside may use the cores of pytest's first process, not only this worker's."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    own = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
+    yield
+    os.sched_setaffinity(0, own)
 
 
 def _processes_with(argument):
