@@ -304,5 +304,6 @@ def test_a_checkpoint_after_a_signal_knows_its_place(kind, signals, tmp_path):
         if status.epochs == 0 and (kind != "by hand" or status.trained < len(LEFT)):
             run.train()
         assert run.weight == expected, status
-    assert refused < stopped  # how many depends on the machine
+    few = signals == SIGNALS.get(kind)  # of 20 signals, on a busy machine, 10 may stop a microbatch
+    assert refused < stopped / (1 if few or kind in ("pieces", "losses") else 2)
     assert miscounted > 0 or kind in ("model", "by hand")
