@@ -412,8 +412,8 @@ class _State:
                                   f"{value}; load it with the old settings, train to the end of the window or "
                                   "call flush(), save, and load that file with the new ones")
         notes = [f"{name} {about[name]} -> {self.settings[name]}" for name in changed]
-        given: dict[str, dict[str, str]] = about.get("given", self.given)  # older files do not know it
-        given = {CLASS: self.given.get(CLASS, {}), **given}
+        # Older files do not know it, or not the class.
+        given: dict[str, dict[str, str]] = {CLASS: self.given.get(CLASS, {}), **about.get("given", self.given)}
         of_script = [name for name in {**given, **self.given} if given.get(name) != self.given.get(name)]
         # A rate that was lowered in training: "0.1 -> 0.05" alone would not say that the run had reached 0.01.
         reached = {name: {name: f"{given[name].get(name)} ({text} when it was saved)"}
@@ -448,9 +448,9 @@ class _State:
         own = {name.removeprefix(start): e for name, e in of_others.items() if name.startswith(start)}
         # Older files do not count empty windows.
         unneeded = {*ignored, _EMPTY, *(() if about["open"] else self.of_window)}
-        remedy = "build network, optimizer and accumulator with the same arguments, or load the weights alone, with "
-        remedy += "ms_accum.load_weights" + "".join(
-            f" ({text})" for text in changes(CLASS, given[CLASS], self.given.get(CLASS, {})))
+        classes = "".join(f" ({text})" for text in changes(CLASS, given[CLASS], self.given.get(CLASS, {})))
+        remedy = ("build network, optimizer and accumulator with the same arguments, or load the weights alone, with "
+                  f"ms_accum.load_weights{classes}")
         _require_entries(path, {**of_rank_0, **own}, unneeded, {**self.entries, **self.divided}, self.entries, remedy)
         return {**of_rank_0, **of_others}, notes
 

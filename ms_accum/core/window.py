@@ -97,7 +97,7 @@ class Window:
             samples.
         weight_unit: The same as a Parameter, for checkpoints and for windows that are exchanged: float32 `()`.
         is_in_use: Whether a graph holds the unit, or something was added op by op. The boundary sets it.
-        unfinished: The sum of all marks, 0 if nothing is unfinished; see `begin` and `apply`: int32 `()`.
+        unfinished: The sum of all marks, 0 if nothing is unfinished; see `begin` and `update_with`: int32 `()`.
         taken: Pieces of an unfinished microbatch that no stage has skipped: int32 `()`.
         place: Number of finished epochs, and of microbatches trained since: int32 `(2,)`. One Parameter, so that an
             interrupt cannot come between the two.

@@ -128,7 +128,7 @@ class TrainStep(Uncopied):
         require_plain(cells_of(*functions), _INSIDE)
         self.accumulator, self.window, self.boundary = accumulator, accumulator.window, accumulator.boundary
         self.boundary.has_own_graphs, self._eager = True, eager
-        self.boundary.settings["number of losses"] = "1"
+        self.boundary.settings["number of losses"] = "1"  # another step may have set it
         if eager:
             warn_if_idle(accumulator.optimizer)
         if pieces > 1:

@@ -111,6 +111,12 @@ def test_all_ranks_stop_after_too_many_skipped_windows(left_by, launch, case):
         assert re.match("NoProgress: more than max_skips=1 windows in a row", said), said
 
 
+def test_a_rank_without_data_stops_with_the_others(left_by):
+    """In its flush, after as many skips. Else the next exchange would wait for a rank that has stopped."""
+    for said in left_by("stuck_in_flush"):
+        assert said.startswith("NoProgress: more than max_skips=1 windows in a row were skipped (2 by now, 2 in all)")
+
+
 def test_ranks_before_init_are_refused(monkeypatch):
     monkeypatch.setenv("MS_WORKER_NUM", "2")
     with pytest.raises(RuntimeError, match=r"msrun started several ranks, .*mindspore\.communication\.init\(\) first"):

@@ -111,7 +111,7 @@ def test_declared_lengths_are_trained_alike_by_one_graph(name, mode):
 
 @pytest.mark.parametrize("weight_fn", [None, pytest.param(tokens_of, marks=pytest.mark.slow)])
 def test_an_evaluation_takes_any_number_of_samples_by_one_graph(weight_fn):
-    """As op by op. Control: without a declaration, each shape is compiled (`test_evaluate.py`)."""
+    """As op by op. Control: without a declaration, each shape is compiled."""
     batches, found, loss = batches_of(None), [], MeanLoss()
     for eager in (False, True):
         step = make_train_step(declared(function_of(loss), ROWS), sgd(loss), 2, weight_fn=weight_fn, eager=eager)
@@ -120,6 +120,10 @@ def test_an_evaluation_takes_any_number_of_samples_by_one_graph(weight_fn):
         found.append(step.evaluate(batches))
         assert compiled_graphs() == before
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+    step = make_train_step(function_of(loss), sgd(loss), 2, weight_fn=weight_fn)
+    before = compiled_graphs()
+    step.evaluate(batches[:2])
+    assert compiled_graphs() == before + 2
 
 
 @pytest.mark.parametrize("place", ["cell", pytest.param("network", marks=pytest.mark.slow)])

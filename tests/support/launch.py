@@ -69,8 +69,10 @@ def _all_cores():
         return
     own = os.sched_getaffinity(0)
     os.sched_setaffinity(0, os.sched_getaffinity(os.getppid()))
-    yield
-    os.sched_setaffinity(0, own)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, own)
 
 
 def _processes_with(argument):

@@ -103,7 +103,8 @@ FAST = ("fast",)
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_FEW, *_NOISE, *_ZERO, "traffic:window", "traffic:microbatch", "followed:jit", *_FILES, *_STUCK,
                  "logged:window", "logged:microbatch", "refusals", "apart", "sharded_later", "empty", "returned:window",
-                 "left_early", "left_inside", "saved_on_update", "evaluated", "unmatched", "built_again", "failing"]),
+                 "left_early", "left_inside", "saved_on_update", "evaluated", "unmatched", "built_again",
+                 "stuck_in_flush", "failing"]),
     "others": (2, [*(case for case in _RUNS if case not in _FEW), "resumed:window", "resumed:zero2", "zero_defects",
                    "zero_model", "zero_own", "selftest"]),
     "scripts": (2, ["mnist", "mnist_zero"]),
@@ -591,6 +592,14 @@ def stuck(rank, sync):
         if said != "accepted":
             return i // 2, said
     return None
+
+
+def stuck_in_flush(rank):
+    """What a rank says where rank 1 has no data left, and all later windows of rank 0 are NaN."""
+    network = MLP(seed=0)
+    acc = accumulator(network, sync="window", on_nonfinite="skip_window", max_skips=1)
+    data = microbatches(rank)[:2] + [(x * np.float32(np.nan), y) for x, y in microbatches(rank)[:4]] * (1 - rank)
+    return said_by(list, make_train_step(mean_loss(network), acc).epoch(data))
 
 
 def mnist(rank):
