@@ -136,6 +136,19 @@ def with_options_of(source: type, options: type) -> Callable[[T], T]:
     return decorated
 
 
+def fix_options(built: Any, *options: str) -> None:
+    """Raise AttributeError where an option of a class is assigned later: compiled graphs would not see it."""
+    assign = built.__setattr__
+
+    def checked(self: object, name: str, value: object) -> None:
+        if name in options:
+            raise AttributeError(f"{name} is an option of {built.__name__} and was assigned, but compiled graphs keep "
+                                 f"what it was built with; build a new {built.__name__}")
+        assign(self, name, value)
+
+    built.__setattr__ = checked
+
+
 def require_callable(name: str, function: object, is_compiled: bool = True) -> None:
     """Raise TypeError if a function cannot be called, or is compiled and a lambda whose source cannot be read."""
     instance_of(name, function, Callable, "a function of the batch")

@@ -33,6 +33,7 @@ from ..core.stages import require_scale
 from ..distributed.ranks import differing, gather, require_alike, sent_by, text_by, together
 from ..distributed.tags import LOAD, SAVE
 from ..runtime import synchronize
+from ..steps.train_step import require_python
 from .file import (
     RESERVED,
     CheckpointError,
@@ -48,6 +49,7 @@ from .file import (
     write_file,
 )
 
+_OUTSIDE = "; call it between two calls of the train step, or in train_step.on_update, not in after_update"
 P = ParamSpec("P")
 T = TypeVar("T")
 _SCALER = "accumulator:loss_scaler."
@@ -127,6 +129,12 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         >>> print(weights["weight"].asnumpy())
         [[1. 1.]]
     """
+    require_python("save_checkpoint", _OUTSIDE)
+    _save(path, network, accumulator, extra)
+
+
+def _save(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Any, extra: Any) -> None:
+    # Not in `save_checkpoint`: MindSpore could not parse it, and would say so before `require_python` does.
     accumulator = _checked_accumulator(network, accumulator)
     boundary = accumulator.boundary
     exchange = accumulator.exchange
@@ -189,8 +197,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         CheckpointError: If the file is truncated, damaged or not a checkpoint of ms_accum, or was saved with a
             different network, optimizer or `after_update`; the message names the entry. With an open window, the number
             of ranks and all arguments of the accumulator must be equal, too (functions are compared at 0, 1, 2, 4, …
-            2**16 updates). With several ranks, all of them raise it. Of the arguments of the train step, only
-            `losses` is compared.
+            2**16 updates). With several ranks, all of them raise it. Of the arguments of the train step,
+            only `losses` is compared, and what weights count: samples, or what a function says.
         OSError: If other code wrote to the file while it was read (a save of ms_accum never does). Later calls then
             raise RuntimeError, until a whole file is loaded.
         TypeError, ValueError: As in `save_checkpoint`; RuntimeError if a parameter was given new memory.
@@ -338,7 +346,7 @@ class _State:
         if lost is not None:
             warn(f"{lost} may change in training, but is no Parameter of the network that is saved, so a resumed run "
                  "begins with its first value; save one Cell that holds all networks, such as "
-                 "nn.CellList([encoder, head]), or each network in a file", UserWarning, stacklevel=4)
+                 "nn.CellList([encoder, head]), or each network in a file", UserWarning, stacklevel=5)
 
     def exchanged_alike(self, about: dict) -> bool:
         """Return whether the checkpoint has the same ranks and exchange, so that it holds each rank's own entries."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Optional, TypedDict, TypeVar
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, amp, nn, ops
 
-from ..arguments import Uncopied, instance_of, number, one_of, spelled
+from ..arguments import Uncopied, fix_options, instance_of, number, one_of, spelled
 from ..distributed.buckets import AccumulatedParameters
 from ..distributed.data_parallel import DataParallel
 from ..distributed.exchange import OneDevice
@@ -198,8 +198,8 @@ class Accumulator(Uncopied):
                     "stages": ", ".join(type(stage).__name__ for stage in stages) or "none",
                     "buffer_dtype": ", ".join(sorted({str(dtype) for dtype in dtypes})),
                     "loss_scaler": "None" if loss_scaler is None else short_text_of(loss_scaler),
-                    "number of losses": "1"}
-        self.loss_scaler = loss_scaler
+                    "number of losses": "1", "weights": "given by hand"}
+        self._loss_scaler = loss_scaler
         accumulated = AccumulatedParameters(weights, dtypes, dict(settings), slices_among(optimizer.parameters))
         if reducer is not None:
             accumulated.settings.update({
@@ -213,7 +213,7 @@ class Accumulator(Uncopied):
             clip_norm=clip_norm, on_nonfinite=on_nonfinite, loss_scaler=loss_scaler, noise_scale=noise_scale,
             stages=stages), stages if noise_scale is None else (*stages, noise_scale))
         settings["reducer"] = exchange.describe()
-        self.optimizer, self.noise_scale, self._is_in_backward = optimizer, noise_scale, False
+        self.optimizer, self._noise_scale, self._is_in_backward = optimizer, noise_scale, False
         if loss_scaler is not None:
             require_scale(loss_scaler.scale_value)
         length.share(exchange.inside)
@@ -405,6 +405,16 @@ class Accumulator(Uncopied):
         """Return the settings and counters as text. It waits for the device."""
         return self.boundary.described(type(self).__name__, "of weight")
 
+    @property
+    def noise_scale(self) -> Optional[Stage]:
+        """Return it as given."""
+        return self._noise_scale
+
+    @property
+    def loss_scaler(self) -> Optional[amp.LossScaler]:
+        """Return it as given."""
+        return self._loss_scaler
+
     # --- for steps, cells and checkpoints -----------------------------------------------------------------------------
 
     @property
@@ -425,6 +435,7 @@ Accumulator.__init__ = spelled(  # type: ignore[method-assign]
     Accumulator.__init__, reduction='give reduction="mean" if you do not divide the loss, and the number of samples as '
     'its weight: accumulator(grads, weight=len(data)); or reduction="sum" if you divide the loss by accumulate_step, '
     "as a script from MindSpore's tutorial does")
+fix_options(Accumulator, "accumulate_step", "reduction", *Options.__annotations__)
 
 
 def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, accumulated: AccumulatedParameters,

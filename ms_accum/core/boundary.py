@@ -56,7 +56,8 @@ _DRIVEN = ("a train step or a cell fills this accumulator, so nothing can be add
 _TORN_BATCH = ("the open window may hold only some pieces of a batch, because an error or an interrupt stopped the "
                "others; call accumulator.reset(), which drops the open window, and continue with the next batch")
 _TORN_UPDATE = ("an error or an interrupt stopped an update, so it may have changed only some of the parameters; load "
-                "a checkpoint, on all ranks, or, on one device, call accumulator.reset(), which drops the window")
+                "a checkpoint, on all ranks, or, on one device, call accumulator.reset(), which drops the window; in a "
+                "function given as after_update, the update has not ended: save in train_step.on_update instead")
 _REPLACED = ("{} was given new memory after the training had begun (by load_param_into_net or set_data), but compiled "
              "graphs keep the old one: what was trained since then is not in the network; load weights with "
              "ms_accum.load_weights, or assign them with ops.assign, and build the optimizer and the train step again")

@@ -9,7 +9,7 @@ import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from ..arguments import Uncopied, instance_of, one_of, with_options_of
+from ..arguments import Uncopied, fix_options, instance_of, one_of, with_options_of
 from ..core.accumulator import REDUCTIONS, Accumulator, Options
 from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of, warn_if_idle
 from ..core.stream import Stream
@@ -19,7 +19,13 @@ from ..steps.errors import explain, name_columns
 from ..steps.pieces import Pieces
 from ..steps.shapes import Shapes
 from ..steps.train_mode import TrainMode
-from ..steps.train_step import averaging, fix_unit_of_sums, require_functions, require_one_weight_source
+from ..steps.train_step import (
+    averaging,
+    fix_unit_of_sums,
+    require_functions,
+    require_one_weight_source,
+    weights_count,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -124,6 +130,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
             "the kind of step": "TrainOneStepCell", "batch_axis": self.batch_axis, "weight_fn": weight_fn is not None,
             "has_weight": has_weight, "loss_reduction": loss_reduction})
         fix_unit_of_sums(self.window, loss_reduction)
+        self._boundary.settings |= {"number of losses": "1", "weights": weights_count(NETWORK, has_weight, weight_fn)}
         self._weight_fn = weight_fn
         self._loss = Loss(self.window, network, positional("weight_fn", weight_fn), False, loss_reduction, name=NETWORK,
                           has_weight=has_weight)
@@ -272,6 +279,9 @@ class TrainOneStepCell(Uncopied, nn.Cell):
     def _forget_graphs(self) -> None:
         self.compile_cache.clear()
         self._boundary.forget_graphs()
+
+
+fix_options(TrainOneStepCell, "accumulate_step", "weight_fn", "has_weight", "loss_reduction", *Options.__annotations__)
 
 
 @constexpr

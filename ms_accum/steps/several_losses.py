@@ -32,7 +32,7 @@ from .batch import (
     select_rows,
 )
 from .pieces import Pieces, checked_aux, counted
-from .train_step import TrainStep, next_or_error, require_python
+from .train_step import COMPILES, TrainStep, next_or_error, require_python
 
 if TYPE_CHECKING:
     from ..core.accumulator import Accumulator
@@ -111,7 +111,7 @@ class SeveralLossesStep(TrainStep):
 
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """See `TrainStep`. The batch is a window of its own. Raise RuntimeError unless `accumulate_step=1`."""
-        require_python("a train step")
+        require_python("a train step", COMPILES)
         if not self.window.length.is_one:
             step = self.boundary.settings["accumulate_step"]
             raise RuntimeError(_SINGLE.format(self._losses, step))
@@ -122,7 +122,7 @@ class SeveralLossesStep(TrainStep):
 
     def flush(self) -> bool:
         """See `TrainStep`. Raise RuntimeError if a window is open."""
-        require_python("flush of a train step")
+        require_python("flush of a train step", COMPILES)
         self._require_closed()
         return super().flush()
 

@@ -69,17 +69,19 @@ class _OutsideGraphs(PrimitiveWithInfer):
         self.set_const_prim(True)
         self.add_prim_attr("constexpr_prim", True)
 
-    def __infer__(self, called: dict[str, Any]) -> NoReturn:
-        raise RuntimeError(f"{called['value']} was called inside a compiled function, expected a call from Python: it "
-                           "compiles its own graphs, and closes windows between them; leave out the @ms.jit around it "
-                           "(or the Cell in graph mode), or compute gradients there and give them to an Accumulator")
+    def __infer__(self, called: dict[str, Any], remedy: dict[str, Any]) -> NoReturn:
+        raise RuntimeError(f"{called['value']} was called inside a compiled function, expected a call from Python"
+                           f"{remedy['value']}")
 
-    def __call__(self, called: str) -> None:
+    def __call__(self, called: str, remedy: str) -> None:
         """Do nothing."""
 
 
-require_python = _OutsideGraphs()  # `require_python(called)` raises RuntimeError while MindSpore compiles it
+# `require_python(called, remedy)` raises RuntimeError while MindSpore compiles it.
+require_python = _OutsideGraphs()
 
+COMPILES = (": it compiles its own graphs, and closes windows between them; leave out the @ms.jit around it (or the "
+            "Cell in graph mode), or compute gradients there and give them to an Accumulator")
 _INSIDE = "train it with a TrainOneStepCell in AutoParallel(cell), or without AutoParallel and with DataParallel()"
 
 
@@ -128,7 +130,7 @@ class TrainStep(Uncopied):
         require_plain(cells_of(*functions), _INSIDE)
         self.accumulator, self.window, self.boundary = accumulator, accumulator.window, accumulator.boundary
         self.boundary.has_own_graphs, self._eager = True, eager
-        self.boundary.settings["number of losses"] = "1"  # another step may have set it
+        self.boundary.settings |= {"number of losses": "1", "weights": counts}  # another step may have set them
         if eager:
             warn_if_idle(accumulator.optimizer)
         if pieces > 1:
@@ -233,7 +235,7 @@ class TrainStep(Uncopied):
                 `resume=True`, if the last loop was left by `break`. With several losses, if the last loop left a window
                 open. Also if called in a compiled function.
         """
-        require_python("epoch of a train step")
+        require_python("epoch of a train step", COMPILES)
         return Epoch(self._epoch(batches, resume), "train_step", "loss", batches, partial(self._skips, resume))
 
     def _skips(self, resume: Optional[bool]) -> int:
@@ -295,7 +297,7 @@ class TrainStep(Uncopied):
             RuntimeError: If an error left a part of a batch in the open window, or stopped an update. Also if called in
                 a compiled function (`ms.jit`).
         """
-        require_python("a train step")
+        require_python("a train step", COMPILES)
         return self._train(*self._prepared(batch, named))
 
     def evaluate(self, batches: Iterable) -> Union[float, tuple[float, ...]]:
@@ -328,7 +330,7 @@ class TrainStep(Uncopied):
             TypeError, ValueError: As in a call; ValueError if there is no batch, or all weights are 0.
             RuntimeError: If a parameter was given new memory; if another rank failed, or called something else.
         """
-        require_python("evaluate of a train step")
+        require_python("evaluate of a train step", COMPILES)
         require_batched(batches)
         self.boundary.require_same_memory()
         count, *sums = self.window.exchange.evaluated(partial(self._evaluated, batches)).tolist()
@@ -391,7 +393,7 @@ class TrainStep(Uncopied):
         rank: each takes part in the windows of the others until no rank has data. After an epoch that was trained to
         its end, which flushes by itself, it does nothing.
         """
-        require_python("flush of a train step")
+        require_python("flush of a train step", COMPILES)
         return self._flush()
 
     def _flush(self, ends_epoch: bool = False) -> bool:
@@ -618,7 +620,7 @@ def make_train_step(
         "weight_fn": weight_fn is not None, "has_weight": has_weight, "loss_reduction": loss_reduction,
         "has_aux": has_aux, "losses": losses, "eager": eager})
     fix_unit_of_sums(window, loss_reduction)
-    counts = "counted by forward_fn" if has_weight else "samples" if weight_fn is None else "counted by weight_fn"
+    counts = weights_count("forward_fn", has_weight, weight_fn)
     if losses > 1:
         from .several_losses import SeveralLosses, SeveralLossesStep, WeighedPieces  # a kind of step of its own
 
@@ -651,6 +653,11 @@ def require_one_weight_source(has_weight: object, weight_fn: object, name: str, 
     if has_weight and losses != 1:
         raise ValueError(f"got has_weight=True with losses={losses}, whose weights must be known before a window is "
                          "trained; give a weight_fn, which returns one weight for each loss")
+
+
+def weights_count(name: str, has_weight: bool, weight_fn: object) -> str:
+    """Return what weights count, a plural. `name`: of what returns the loss."""
+    return f"counted by {name}" if has_weight else "samples" if weight_fn is None else "counted by weight_fn"
 
 
 def fix_unit_of_sums(window: Window, loss_reduction: str) -> None:

@@ -10,7 +10,15 @@ import pytest
 from mindspore import amp, nn, ops
 from mindspore.experimental import optim
 
-from ms_accum import Accumulator, CheckpointError, load_checkpoint, load_weights, make_train_step, save_checkpoint
+from ms_accum import (
+    Accumulator,
+    CheckpointError,
+    TrainOneStepCell,
+    load_checkpoint,
+    load_weights,
+    make_train_step,
+    save_checkpoint,
+)
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.checkpoint.checkpoint import _State
 from ms_accum.core.facts import given_to
@@ -163,6 +171,50 @@ def test_an_open_window_keeps_its_number_of_losses(losses):
     with pytest.raises(CheckpointError, match=f"open window with number of losses {losses[0]}, but this run has "
                                               f"{losses[1]}; load it with the old settings, train to the end of the"):
         load_checkpoint("open.safetensors", *made(losses[1]))
+
+
+@pytest.mark.parametrize("cell", [False, True])
+def test_an_open_window_keeps_what_its_weights_count(cell):
+    """Control: a closed one need not, and the same weights fit."""
+    def made(weight_fn=None):
+        network = nn.Dense(2, 1)
+        if cell:
+            return network, TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), sgd(0.1)(network), 2,
+                                             weight_fn=weight_fn)
+        return network, make_train_step(lambda x, y: nn.L1Loss()(network(x), y), sgd(0.1)(network), 2, eager=True,
+                                        weight_fn=weight_fn)
+
+    def tokens(x, y):
+        return x.shape[0] * 3.0
+
+    network, step = made()
+    for name in ("open.safetensors", "c.safetensors"):
+        step(ms.Tensor(BATCH), ms.Tensor(BATCH[:, :1]))
+        save_checkpoint(name, network, step)
+    assert loaded(*made()) == ""
+    assert loaded(*made(tokens)) == "weights samples -> counted by weight_fn"
+    load_checkpoint("open.safetensors", *made())
+    with pytest.raises(CheckpointError, match="open window with weights samples, but this run has counted by weight_"):
+        load_checkpoint("open.safetensors", *made(tokens))
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_save_in_after_update_names_the_place_for_it(eager):
+    """Control: there, it is saved."""
+    network = nn.Dense(2, 1)
+
+    def save():
+        save_checkpoint("hook.safetensors", network, step)
+
+    step = make_train_step(forward_fn_of(network), sgd(0.1)(network), 2, eager=eager, after_update=save)
+    with pytest.raises(RuntimeError, match=r"train_step\.on_update"):
+        for _ in step.epoch([BATCH] * 2):
+            pass
+    step = make_train_step(forward_fn_of(network), sgd(0.1)(network), 2, eager=eager)
+    step.on_update(save)
+    for _ in step.epoch([BATCH] * 2):
+        pass
+    assert Path("hook.safetensors").exists()
 
 
 def test_rates_of_the_file_are_kept_if_the_script_says_so(compiled_if_slow):

@@ -608,6 +608,20 @@ def test_an_option_that_is_assigned_later_is_an_error(losses):
     step.learning_rate = 0.5
 
 
+@pytest.mark.parametrize(("kind", "kept"), [(Accumulator, {"optimizer"}),
+                                            (TrainOneStepCell, {"network", "optimizer", "batch_axis"})])
+def test_an_option_of_an_accumulator_or_a_cell_is_not_assigned_later(kind, kept):
+    """Control: what is no option."""
+    network = MLP()
+    built = Accumulator(sgd(network), 2, reduction="mean")
+    if kind is TrainOneStepCell:
+        built = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), built)
+    for name in inspect.signature(kind).parameters.keys() - kept:
+        with pytest.raises(AttributeError, match=f"^{name} is an option of {kind.__name__} and was assigned, but comp"):
+            setattr(built, name, 1)
+    built.note = 1
+
+
 def test_threads_that_share_a_lock_train_as_one_after_the_other():
     """The guide asks for the lock: without it, MindSpore's compiler fails now and then, with errors of its own.
 
