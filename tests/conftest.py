@@ -2,6 +2,7 @@
 
 Helpers are in tests/support. Its plugin `recovering` says what happens after an error of MindSpore.
 """
+import fcntl
 import gc
 import os
 import subprocess
@@ -31,6 +32,14 @@ settings.load_profile("suite")
 def _scratch_folder(tmp_path, monkeypatch):
     """Let MindSpore write what it writes into the current folder."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _after_ranks(tmp_path_factory):
+    """Wait while another worker runs ranks: beside tests, ranks wait for each other, three times as long."""
+    for lock in tmp_path_factory.getbasetemp().parent.glob("ranks-*/lock"):
+        with lock.open() as held:
+            fcntl.flock(held, fcntl.LOCK_SH)
 
 
 @pytest.fixture

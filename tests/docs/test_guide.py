@@ -42,7 +42,7 @@ ANOTHER_LIBRARY = re.compile(r"^from mind(?:one|cv|yolo|ocr)\b", re.MULTILINE)
 TABLE = re.search(r"^## Which call for me\?\n\n((?:\|.*\n)+)", README, re.MULTILINE)[1]
 FIRST, CHINESE = "first-hour", "first-hour-cn"  # test_chinese.py compares its code with the English page's
 FRONT = ("README", "resumed", FIRST)
-OTHERS = ("docstrings", "train-step", "language-models", "by-hand", "check", "checkpoints", "other pages")
+OTHERS = ("docstrings", "language-models", "other pages")
 CONTRIBUTORS = {"contributing", "how-it-works", "what-mindspore-does"}
 NEEDED = """
 from mindspore.train import Model

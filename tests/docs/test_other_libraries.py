@@ -163,8 +163,8 @@ BLOCKS = {found: block for block in re.findall(r"^```python\n(.*?)^```", PAGE, r
           for found in re.findall(r"^from (mind\w+)\.", block, re.MULTILINE)[:1] if found != "mindspore"}
 
 
-@pytest.mark.parametrize("library", [
-    "mindcv", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mindone", "mindyolo", "mindocr"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["mindcv", "mindone", "mindyolo", "mindocr"])
 def test_the_block_of_a_library_is_exact(tmp_path, library):
     """A window of 4 and one of 3 uneven microbatches. Negative control: unweighted means train other weights."""
     if library == "mindcv":

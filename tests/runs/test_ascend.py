@@ -83,10 +83,10 @@ PROCESSES = {
     "fast": Process({
         # The pass is for 16 bits.
         "float32": Expected(between=[[]] * LAYERS, fused=[0, 0]), "clipped": FUSED,
-        # Negative control: if all gradients wait, or a copy of all buffers is made, the figures say so.
-        "copies": Expected(branch=None, least={"add": 11.5, "update": 15.9}),
         "probe": Expected(branch=None), "zero1": RANKS["zero1"]}, fusion=True, ranks=2, in_place=True),
     "two ranks": Process({
+        # Negative control: if all gradients wait, or a copy of all buffers is made, the figures say so.
+        "copies": Expected(branch=None, least={"add": 11.5, "update": 15.9}),
         "bfloat16": FUSED, "sgd_in_bfloat16": Expected(branch=None), "zero2": RANKS["zero2"],
         # A mean needs one multiplication for each gradient, a sum none.
         "token_means": Expected(between=[["MulNoNan", "Cast"]] * LAYERS, fused=[0, 0]), "token_sums": FUSED,
@@ -271,13 +271,17 @@ def parameter(node):
 
 def test_buffers_are_multiplied_and_emptied_in_place(compiled):
     updates = {name: Counter(node.name for node in compiled("fast")[name].graphs[1])
-               for name in ("float32", "clipped", "copies")}
-    copies = updates.pop("copies")
+               for name in ("float32", "clipped")}
     for update in updates.values():
         assert update["InplaceMul"] == update["InplaceZero"] == 2 * LAYERS
         assert update["TensorMove"] == update["MulNoNan"] == 0
     assert len(squares_of(compiled("fast")["clipped"].graphs[1])) == 2 * LAYERS  # each gradient is read once
-    assert copies["InplaceMul"] == 0  # negative control
+
+
+@pytest.mark.slow
+def test_copies_of_the_buffers_are_seen(compiled):
+    """Negative control."""
+    assert Counter(node.name for node in compiled("two ranks")["copies"].graphs[1])["InplaceMul"] == 0
 
 
 def test_the_update_reads_the_buffers_in_the_right_order(compiled):
