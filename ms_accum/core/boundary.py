@@ -180,7 +180,7 @@ class Boundary:
         self._is_loaded = False  # whether a checkpoint was loaded, and nothing was trained since
         self._has_place = True  # whether it says what this rank has trained
         self._is_interrupted = False  # whether the last loop over an epoch was
-        self._may_be_full = False  # whether a call by hand has begun, and is not done
+        self._may_be_full = False  # whether a call by hand has begun and has not ended: it may have been interrupted
         self._is_in_epoch = False  # whether a loop over an epoch has begun, and no flush has ended since
         self._is_ended = False  # whether the flush of an epoch was the last thing that happened
         self._after_update: list[tuple[int, Callable[[], object]]] = []
@@ -249,7 +249,7 @@ class Boundary:
             is_applied = self._close()
         else:
             status, accepted = self._read_at_boundary()
-            # A window that its step knew before it was trained closes also if a part of it was skipped.
+            # A window whose length its step has fixed closes also if microbatches of it were skipped, but not all.
             is_short = status.mini_step == 0 if self._has_fixed_length else status.needed > 0
             if is_short:  # a microbatch was skipped, or the window waits for its weight
                 self._warn_of_skips(status.skipped_in_row)
@@ -297,8 +297,8 @@ class Boundary:
             pieces: The number of pieces in which each rank adds a microbatch.
             before_exchange: Called before each exchange of a window.
             ends_epoch: Whether an epoch calls it at its end. Then the next call does nothing, unless something was
-                trained in between: the epoch has flushed already, and another flush would join the next epoch of a rank
-                that left this one early and flushed itself.
+                trained in between. A rank that has left the same epoch early calls flush by hand, in place of this one,
+                and may be in its next epoch: a second flush here would join that.
         """
         require_trainable(self.window.weights)
         self.require_same_memory()
@@ -409,7 +409,8 @@ class Boundary:
         if exchange.ranks > 1:
             exchange.require_agreement()
         if not self.window.may_drop:
-            self._run("close_with_update")  # with several ranks, its exchange pairs with that of `_close_together`
+            # The ranks without data answer it in `flush`, by `_close_together`: the same exchanges in the same order.
+            self._run("close_with_update")
             self._count_update()
             return True
         if exchange.ranks > 1:
@@ -610,7 +611,8 @@ class Boundary:
     def note_closed(self, runs_op_by_op: bool, is_applied: bool) -> None:
         """Note that a window is closed or dropped by hand. Raise ValueError if it is applied and a parameter is frozen.
 
-        A graph says so only when it is compiled: then the device is read before each microbatch.
+        A compiled graph calls this once, when it is compiled, not each time it closes a window. So from then on, the
+        device is read before each microbatch.
         """
         if is_applied:
             require_trainable(self.window.weights)

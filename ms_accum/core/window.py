@@ -63,8 +63,11 @@ UPDATING = -2**30  # the mark of an update; those of pieces are small numbers
 class Window:
     """Hold the open window, add gradients to it, and update with it. It holds no reference to the host's side.
 
-        buffer += weight / unit * gradient    # usually the constant 1 * gradient; for gradients of sums, 1 / unit
+        buffer += weight / unit * gradient    # for gradients of summed losses, 1 / unit * gradient
         gradient = buffer * (unit / sum of the weights)
+
+    The unit is usually the first piece's number of samples: then the factor is the constant 1, and nothing is
+    multiplied.
 
     A window of all ranks is a dict, which `total` returns (a graph cannot read a named tuple):
 
@@ -83,7 +86,8 @@ class Window:
         length: The `WindowLength`, which decides when the window is full.
         stages: The stages that are switched on; see `Stage`.
         exchange: The exchange that sums over ranks.
-        reduction: "mean": the weights divide the sum; "sum": the number of ranks does.
+        reduction: "mean": the sum is divided by the weights. "sum": the script has divided each loss by the length of a
+            window, so only the mean over the ranks remains: the sum is divided by their number.
         clip_norm: As in `Accumulator`.
         hooks: Functions that are called after an update.
 
@@ -120,7 +124,7 @@ class Window:
         self.prefix = prefix = prefix_of(self.number, cell_prefix(optimizer).removesuffix("."))
         self.optimizer, self.length, self.stages, self.exchange = optimizer, length, stages, exchange
         self.clip_norm, self.hooks, self.weights = clip_norm, hooks, exchange.weights
-        self.contributors = None if reduction == "mean" else exchange.ranks
+        self.divides_by_ranks = reduction == "sum"
         self.names, self.shapes, self.dtypes = zip(*((p.name, tuple(p.shape), p.dtype) for p in exchange.weights))
 
         self.buffers, self.buffer_dtypes = ParameterTuple(exchange.buffers(f"{prefix}.sum")), exchange.dtypes
@@ -161,7 +165,8 @@ class Window:
         self.looks_at_pieces = self.looks_at_gradients or exchange.inside > 1 or length.budget is not None
         self.streams = not self.looks_at_gradients and exchange.inside == 1
         self.kernels = kernels()
-        # Buffers themselves reach the optimizer, unless an exchange or a stage makes copies of them.
+        # Those that scale the gradients for the optimizer: in place, where it gets the buffers themselves, which are
+        # emptied next; not where an exchange or a stage has made copies, or without buffers.
         copies = exchange.ranks > 1 or any(overrides(stage, "restore") for stage in stages)
         self.of_buffers, self.of_copies = kernels(not copies), kernels(False)
 
@@ -195,12 +200,13 @@ class Window:
                 stage looks at gradients, because a stage may change the weight to 0.
             active: 1 if this rank has data, else 0.
             ends: 1 if the piece is a whole microbatch; else call `end` after the last piece.
-            begun: Whether `begin` was called before the backward pass, with the loss. By hand, it cannot be: then the
-                mark waits for the gradients, and Ascend cannot add a matrix product to its buffer in place.
+            begun: Whether `begin` was called before the backward pass, with the loss. By hand, it cannot be. Then this
+                marks, and the addition waits for the mark, so that Ascend does not fuse the last matrix product with
+                its addition.
         """
         if gradients is not None:
             gradients = checked_gradients(self.names, self.shapes, gradients)
-            if not begun:  # otherwise, Ascend would add the last gradient to its buffer before the mark
+            if not begun:  # a fused product would be added to its buffer before the mark
                 gradients = mapped(after, self.begin(gradients[-1]), gradients)
         taken = 1  # type: Scalar
         for stage in self.weighing:
@@ -233,7 +239,9 @@ class Window:
         if ends:
             self.count_trained(1)
         ops.assign_add(self.unfinished, 1 - 2 * ends)  # + 1 for this end, - 2 if the microbatch ends with it
-        return ops.depend(active, gradients) if self.exchange.inside > 1 else active  # see `depth_first`
+        # Where ranks exchange each piece, the graph's value has to wait for all gradients; see `depth_first` in
+        # `distributed.exchange`. On one device, it would keep them in memory together.
+        return ops.depend(active, gradients) if self.exchange.inside > 1 else active
 
     def end(self, pieces: Scalar, trained: Scalar = 1) -> None:
         """End a microbatch of `pieces` pieces. It counts if one of them was taken on one of the ranks inside.
@@ -296,15 +304,15 @@ class Window:
     def update_with(self, window: dict[str, Any]) -> None:
         """Update with a window of `total`, or of `update_alone`, and close it."""
         gradients, unit, weight = window["gradients"], window["unit"], window["weight"]
-        stop_recording(isconstant(self.mini_step))
+        stop_recording(isconstant(self.mini_step))  # op by op, MindSpore must not record the update for a backward pass
         # An error before this mark has changed nothing. After it, an error message is better than a window that is
         # applied twice. It is added and subtracted, so that a mark of an unfinished piece is not lost.
         ops.assign_add(self.unfinished, ops.depend(Tensor(UPDATING, ms.int32), gradients[-1]))
         for stage, first, last in self.watching:
             stage.on_update(window, window["measured"][first:last])
         # Normalise: the factor turns a sum in this unit into the gradient; 0 if the weight is 0.
-        if self.contributors is not None:
-            factor = unit / self.contributors
+        if self.divides_by_ranks:
+            factor = unit / self.exchange.ranks
         elif isinstance(weight, Tensor):
             factor = divide_no_nan(as_tensor(unit), weight)
         else:
@@ -313,12 +321,13 @@ class Window:
             norm = norm_of(self.exchange.over_slices(square_sum(gradients, factor)))
             ops.assign(self.grad_norm, norm)
             factor = factor * clip_factor(norm, self.clip_norm)
-        if isinstance(factor, Tensor):  # kernels that scale in place come after the norm, and after what stages read:
-            # the count is a side effect, and MindSpore keeps the order of these
+        if isinstance(factor, Tensor):
+            # The kernels that scale in place wait for the count, and so for all side effects before it, because
+            # MindSpore keeps their order: the norm was computed, and stages have read the gradients.
             factor = ops.depend(factor, ops.assign_add(self.update_step, 1))
         else:  # not assigned: a graph drops a named result that nobody uses
             ops.assign_add(self.update_step, 1)
-        self.see(weight)
+        self.count_seen(weight)
         self.exchange.cut_parameters()
         kind = self.of_buffers if window["buffered"] else self.of_copies
         self.optimizer(kind.scale(factor, gradients, self.dtypes))
@@ -425,7 +434,7 @@ class Window:
         window["accepted"] = accepted
         return window
 
-    def see(self, counted: Scalar) -> None:
+    def count_seen(self, counted: Scalar) -> None:
         """Add the weight of an update to `seen`. Fractions are kept: five updates of weight 0.6 add 3.
 
         NaN and infinity add nothing.
@@ -460,7 +469,7 @@ class Window:
         return concat((self.counts(), reshape(cast(accepted, ms.float64), (1,))))
 
     def close_with_update(self) -> Tensor:
-        """Update with the open window, if all ranks agree."""
+        """Update with the open window, if all ranks agree. The host has asked the stages before, if there are any."""
         agreed, numbers = self.meet(self.own_numbers())
         if agreed:
             self.update_with(self.total(numbers))

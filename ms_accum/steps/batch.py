@@ -323,7 +323,8 @@ _MISSING_LOSS = {NETWORK: _WITH_LOSS, "forward_fn": "; if it computes no loss, g
 class Loss:
     """Differentiate a function of a piece. Functions take arguments by position; see `batch.positional`.
 
-    If the loss is a mean, its gradients are multiplied by the weight after the backward pass, which may be non-linear.
+    If the loss is a mean, its gradients are multiplied by the weight after the backward pass. (To weigh the loss would
+    be wrong for a layer whose own backward pass is not linear.)
     If it is a sum, they are added as they are; but if a stage looks at gradients, the sum is divided by its weight
     before the backward pass, because stages expect the gradients of a mean.
 
@@ -350,9 +351,9 @@ class Loss:
         """Return the gradients of a piece of `rows` samples, with their "weight" and "factor" (see `Window.add`).
 
         Also return "loss", the mean loss to report (float32 `()`), and "aux". `begins`: whether to mark that the piece
-        begins, once its loss is computed, and to let gradients stream; then "gradients" is None.
+        begins, once its loss is computed, and, with a stream, to let gradients stream; then "gradients" is None.
         """
-        # One that the forward pass returns is not known yet.
+        # If the forward pass returns the weight, it is not known yet.
         weight = 1.0 if self.has_weight else weight_of(self.weight_fn, rows, piece)
         if isinstance(weight, Tensor):
             # The weight comes first: otherwise all gradients would wait for it, and be in memory together (Ascend,
@@ -398,7 +399,7 @@ class Loss:
         return self.window.scaled_loss(total), loss, aux
 
     def begun(self, weight: Scalar, *piece: Any) -> tuple:
-        """Return what `scaled` returns, after a mark: no gradient of the value is added before it.
+        """Return what `scaled` returns, and mark before it that the piece begins: no gradient is added before that.
 
         The mark depends on the loss, not on the gradients: with a dependency between a gradient and its buffer, Ascend
         could not add a matrix product in place.

@@ -2,7 +2,7 @@
 
     whole:   value_and_grad, add                 alone: value_and_grad, update: a window of one microbatch
     pieces:  value_and_grad, add  for each piece, which gathers its own samples; then end, and the mean of the losses
-    empty:   no pieces: nothing is compiled, the microbatch counts, and its loss is 0
+    empty:   no pieces: the microbatch counts, and its loss is 0
 """
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Pieces:
         cut: The axis along which each argument is cut.
         pieces: Number of pieces that a batch is cut into.
         losses: Number of losses.
-        inputs: What is declared of a batch with dynamic shapes; see `compiled`.
+        inputs: What is declared of a batch with dynamic shapes; see `boundary.compiled`.
 
     Attributes:
         starts: First sample and number of samples of each piece; empty for a batch without samples.
@@ -54,7 +54,7 @@ class Pieces:
                  inputs: Optional[Inputs] = None) -> None:
         self.boundary, self.window, self.loss, self.samples, self.cut = boundary, boundary.window, loss, samples, cut
         self.starts, self.losses, self.inputs = starts_of(samples, pieces), losses, inputs
-        # If ranks sum each piece, all must add the same number.
+        # If ranks sum each piece, each rank has to add as many: a short batch adds empty ones.
         self._absent = pieces - len(self.starts) if self.window.exchange.inside > 1 else 0
         self._graphs: dict[tuple, Callable] = {}
         self._evaluations: dict[int, Callable] = {}
@@ -84,7 +84,7 @@ class Pieces:
                     totals, weight, aux = totals
                     results += [weight, *aux_values(aux)]
             for _ in range(self._absent):
-                self.boundary.add_nothing(0.0 if self.starts else 1.0)
+                self.boundary.add_nothing(active=0.0 if self.starts else 1.0)
             if self.starts or self._absent:
                 joined = self._end(totals, *results)
             else:  # an empty batch compiles nothing

@@ -407,7 +407,8 @@ class TrainStep(Uncopied):
         return closed
 
     def _before_exchange(self) -> None:
-        """Do, before each exchange in which this rank has no data, what ranks with data do before theirs: nothing."""
+        """Do what ranks with data do before an exchange, where this rank has none. Only a step of several losses does
+        something there."""
 
     def _prepared(self, batch: tuple, named: dict[str, Any]) -> tuple[tuple, tuple]:
         """Return the layout of a batch, `(samples, cut, names)`, and its arguments by position."""

@@ -199,7 +199,7 @@ def test_fractions_are_counted(drawn, mode):
     ops.assign(window.seen, start)
 
     def see(counted):
-        window.see(counted)
+        window.count_seen(counted)
         return window.seen + 0
 
     step = compiled(see, mode)

@@ -112,7 +112,7 @@ def counted_under_a_name(self, window):
     step = ops.assign_add(self.update_step, 1)
     if isinstance(factor, Tensor):
         factor = ops.depend(factor, step)
-    self.see(window["weight"])
+    self.count_seen(window["weight"])
     self.optimizer(self.of_copies.scale(factor, window["gradients"], self.dtypes))
     for hook in self.hooks:
         hook()
