@@ -105,8 +105,6 @@ for files in (files_of(lambda: train_step(batch)), files_of(lambda: train_step(b
 def test_the_way_of_a_gradient_is_short(monkeypatch):
     """A microbatch that is added, and one that also closes its window, op by op, after a first epoch: calls of
     functions of the package; stays, which are runs of calls in one file; files. Control: a function outside.
-
-    Two stays of an update, and a file, are those that keep MindSpore from recording it.
     """
     monkeypatch.setenv("MS_JIT", "0")
     lines = run_python(TRACE).splitlines()
@@ -115,7 +113,7 @@ def test_the_way_of_a_gradient_is_short(monkeypatch):
     assert calls > stays > 10
     assert (stays <= 20, files <= 8) == (True, True), (stays, files)
     assert more_calls > more_stays > stays
-    assert (more_stays <= 37, more_files <= 10) == (True, True), (more_stays, more_files)
+    assert (more_stays <= 35, more_files <= 9) == (True, True), (more_stays, more_files)
     assert nothing == (0, 0, 0)
 
 

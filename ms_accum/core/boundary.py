@@ -257,7 +257,8 @@ class Boundary:
                 self.held, self._missing = status.mini_step, status.needed
                 return False
             is_applied = self._close(accepted)
-        self.held, self._missing = 0, self.window.length.length_after(self.updates)
+        length = self.window.length
+        self.held, self._missing = 0, length.constant or length.length_after(self.updates)
         return is_applied
 
     def end_on_device(self) -> None:

@@ -51,6 +51,7 @@ class WindowLength:
 
     Attributes:
         description: A text that is equal for equal lengths; functions are compared at 0, 1, 2, 4, 8, ... 2**16 updates.
+        constant: What `length_after` returns, if that is the same after each update; else None.
         is_one: Whether each window holds one microbatch.
         longest: Largest number of microbatches in a window; for a function, the largest of the lengths in
             `description`. For `until_weight` without `at_most`, if each microbatch weighs at least 1.
@@ -78,6 +79,7 @@ class WindowLength:
         else:
             self.stages = ((0, _length("accumulate_step", accumulate_step, _REMEDY)),)
             self.description = str(self.stages[0][1])
+        self.constant = None if self.schedule or len(self.stages) > 1 else self.length_after(0)
         self.is_one = self.schedule is None and self.stages == ((0, 1),)
         longest = max(lengths) if self.schedule else max(length for _, length in self.stages)
         self.longest = longest if self.budget is None or longest < LARGEST_INT32 else ceil(self.budget)

@@ -440,7 +440,7 @@ class Window:
         NaN and infinity add nothing.
         """
         if isinstance(counted, Tensor) or counted % 1:
-            counted = as_tensor(counted)
+            counted = counted if isinstance(counted, Tensor) else Tensor(counted, ms.float32)
             counted = ops.where(ops.isfinite(counted), counted, Tensor(0.0, ms.float32))
             whole = ops.round(counted)
             rest = self.seen_rest + (counted - whole)  # at most 1, so it keeps fractions down to 2**-25

@@ -88,6 +88,7 @@ def test_budgets_are_compared_in_float32_on_the_host_too(budget):
     assert window.is_full(Tensor(5), Tensor(0), weight)  # at_most
     assert window.is_full_of(5, 0, weight.asnumpy())
     assert (window.length_after(3), WindowLength({0: 2, 3: 4}).length_after(3)) == (1, 4)
+    assert (window.constant, WindowLength(3).constant, WindowLength({0: 2, 3: 4}).constant) == (1, 3, None)
     window.share(2)
     assert window.budget == 2 * budget
 
