@@ -142,8 +142,8 @@ def fix_options(built: Any, *options: str) -> None:
 
     def checked(self: object, name: str, value: object) -> None:
         if name in options:
-            raise AttributeError(f"{name} is an option of {built.__name__} and was assigned, but compiled graphs keep "
-                                 f"what it was built with; build a new {built.__name__}")
+            raise AttributeError(f"{name} of {built.__name__} was assigned, but compiled graphs keep what it was built "
+                                 f"with; build a new {built.__name__}")
         assign(self, name, value)
 
     built.__setattr__ = checked

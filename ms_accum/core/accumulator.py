@@ -197,8 +197,7 @@ class Accumulator(Uncopied):
                     "on_nonfinite": on_nonfinite, "max_skips": repr(max_skips), "noise_scale": repr(noise_scale),
                     "stages": ", ".join(type(stage).__name__ for stage in stages) or "none",
                     "buffer_dtype": ", ".join(sorted({str(dtype) for dtype in dtypes})),
-                    "loss_scaler": "None" if loss_scaler is None else short_text_of(loss_scaler),
-                    "number of losses": "1", "weights": "given by hand"}
+                    "loss_scaler": "None" if loss_scaler is None else short_text_of(loss_scaler)}
         self._loss_scaler = loss_scaler
         accumulated = AccumulatedParameters(weights, dtypes, dict(settings), slices_among(optimizer.parameters))
         if reducer is not None:
@@ -213,7 +212,7 @@ class Accumulator(Uncopied):
             clip_norm=clip_norm, on_nonfinite=on_nonfinite, loss_scaler=loss_scaler, noise_scale=noise_scale,
             stages=stages), stages if noise_scale is None else (*stages, noise_scale))
         settings["reducer"] = exchange.describe()
-        self.optimizer, self._noise_scale, self._is_in_backward = optimizer, noise_scale, False
+        self._optimizer, self._noise_scale, self._is_in_backward = optimizer, noise_scale, False
         if loss_scaler is not None:
             require_scale(loss_scaler.scale_value)
         length.share(exchange.inside)
@@ -406,6 +405,11 @@ class Accumulator(Uncopied):
         return self.boundary.described(type(self).__name__, "of weight")
 
     @property
+    def optimizer(self) -> nn.Optimizer:
+        """Return it as given."""
+        return self._optimizer
+
+    @property
     def noise_scale(self) -> Optional[Stage]:
         """Return it as given."""
         return self._noise_scale
@@ -435,7 +439,7 @@ Accumulator.__init__ = spelled(  # type: ignore[method-assign]
     Accumulator.__init__, reduction='give reduction="mean" if you do not divide the loss, and the number of samples as '
     'its weight: accumulator(grads, weight=len(data)); or reduction="sum" if you divide the loss by accumulate_step, '
     "as a script from MindSpore's tutorial does")
-fix_options(Accumulator, "accumulate_step", "reduction", *Options.__annotations__)
+fix_options(Accumulator, "optimizer", "accumulate_step", "reduction", *Options.__annotations__)
 
 
 def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, accumulated: AccumulatedParameters,

@@ -144,7 +144,7 @@ class Boundary:
 
     Args:
         window: The open window on the device.
-        settings: Settings that must be equal in a run that resumes in the middle of a window.
+        settings: Settings that must be equal in a run that resumes in the middle of a window. The driver adds its own.
         max_skips: The number of skips in a row that raise no error; None: any number.
 
     Attributes:
@@ -190,6 +190,7 @@ class Boundary:
     def forget(self) -> None:
         """Let the next microbatch begin with a read of the device, because the counts here may be wrong."""
         self._missing: Optional[int] = None  # microbatches still needed, at least
+        self._is_forgotten = True  # since `begin`: a function after an update may load a checkpoint
         self._has_fixed_length = False  # whether a step has said how many are missing
 
     def forget_graphs(self) -> None:
@@ -225,6 +226,7 @@ class Boundary:
         self.ask()
         known, self._is_loaded, self._is_interrupted, self._is_ended = self._missing, False, False, False
         self.forget()  # until `end`: an error or an interrupt in between forces a read
+        self._is_forgotten = False
         self._has_fixed_length = missing is not None
         missing = known if missing is None else missing
         assert missing is not None
@@ -257,8 +259,9 @@ class Boundary:
                 self.held, self._missing = status.mini_step, status.needed
                 return False
             is_applied = self._close(accepted)
-        length = self.window.length
-        self.held, self._missing = 0, length.constant or length.length_after(self.updates)
+        if not self._is_forgotten:
+            length = self.window.length
+            self.held, self._missing = 0, length.constant or length.length_after(self.updates)
         return is_applied
 
     def end_on_device(self) -> None:
@@ -592,6 +595,8 @@ class Boundary:
             raise RuntimeError(_DRIVEN)
         require_trainable(self.window.weights)
         self.note_given()
+        self.settings["number of losses"] = "1"
+        self.settings.pop("weights", None)  # only the script knows what they count
         self._filled_by_hand, self._is_ended = True, False
 
     def note_called(self, runs_op_by_op: bool, is_done: bool) -> None:

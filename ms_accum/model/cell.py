@@ -123,11 +123,11 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         _name_for_a_cell(accumulator)
         self.network, self.accumulator, self.optimizer = network, accumulator, accumulator.optimizer
         self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
-        self.batch_axis = checked_axis(batch_axis)
+        self._batch_axis = checked_axis(batch_axis)
         one_of("loss_reduction", loss_reduction, REDUCTIONS)
         self.window, self._boundary, self.scaler = accumulator.window, accumulator.boundary, accumulator.loss_scaler
         self.window.exchange.require_alike({
-            "the kind of step": "TrainOneStepCell", "batch_axis": self.batch_axis, "weight_fn": weight_fn is not None,
+            "the kind of step": "TrainOneStepCell", "batch_axis": self._batch_axis, "weight_fn": weight_fn is not None,
             "has_weight": has_weight, "loss_reduction": loss_reduction})
         fix_unit_of_sums(self.window, loss_reduction)
         self._boundary.settings |= {"number of losses": "1", "weights": weights_count(NETWORK, has_weight, weight_fn)}
@@ -213,7 +213,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         declared = self._shapes.declared(len(batch))
         if ms.get_context("mode") == ms.GRAPH_MODE and any(given is not None for given in declared.declared):
             super().set_inputs(*declared(batch))
-        samples = layout(batch, self.batch_axis)[0]
+        samples = layout(batch, self._batch_axis)[0]
         if samples > 0:
             self.window.fix_unit(float(samples))
         return samples
@@ -236,7 +236,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         """Add a microbatch. Return its loss."""
         # In a graph, no mark in the backward pass: in semi-auto parallel mode, MindSpore's compiler crashes on it.
         begins = self._loss.stream is not None
-        found = self._loss.gradients_of(samples_in_graph(batch, self.batch_axis), batch, begins)
+        found = self._loss.gradients_of(samples_in_graph(batch, self._batch_axis), batch, begins)
         self.window.add(found["gradients"], found["weight"], found["factor"], ends=1, begun=begins)
         return found["loss"]
 
@@ -281,7 +281,8 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         self._boundary.forget_graphs()
 
 
-fix_options(TrainOneStepCell, "accumulate_step", "weight_fn", "has_weight", "loss_reduction", *Options.__annotations__)
+fix_options(TrainOneStepCell, "accumulate_step", "batch_axis", "weight_fn", "has_weight", "loss_reduction",
+            "learning_rate", *Options.__annotations__)
 
 
 @constexpr
