@@ -190,7 +190,7 @@ class Boundary:
     def forget(self) -> None:
         """Let the next microbatch begin with a read of the device, because the counts here may be wrong."""
         self._missing: Optional[int] = None  # microbatches still needed, at least
-        self._is_forgotten = True  # since `begin`: a function after an update may load a checkpoint
+        self._is_forgotten = True  # whether this was called since `begin`, e.g. by a load in a function of `on_update`
         self._has_fixed_length = False  # whether a step has said how many are missing
 
     def forget_graphs(self) -> None:

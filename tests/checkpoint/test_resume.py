@@ -218,10 +218,11 @@ def test_a_load_before_a_step_is_built_compares_what_is_known():
         "weights samples -> counted by weight_fn")
 
 
+@pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("loads", [False, True])
-def test_a_load_in_on_update_goes_on_in_the_window_of_the_file(loads):
+def test_a_load_in_on_update_goes_on_in_the_window_of_the_file(loads, eager):
     """Control: without it, the next window has three microbatches."""
-    network, step = built(sgd(0.1), 3)
+    network, step = built(sgd(0.1), 3, eager=eager)
     for _ in range(2):
         step(BATCH)
     save_checkpoint("open.safetensors", network, step)

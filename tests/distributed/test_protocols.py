@@ -1,37 +1,23 @@
 """Ranks that make different calls: each draw trains as plain MindSpore would, or every rank raises an error."""
 import json
-import os
 import re
-import shutil
-import socket
 import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 from support import protocols
+from support.launch import msrun
 from support.protocols import drawn, expected
 
 pytest_plugins = ["support.launch"]
 
+
 def launched(folder, ranks, first, count, *options, timeout=60):
     """`[[what each rank found] of each draw]`, and msrun's exit status."""
-    programs = Path(sys.executable).parent
-    if shutil.which("msrun", path=programs) is None:
-        pytest.skip("MindSpore without msrun")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    script = Path(protocols.__file__)
-    command = [programs / "msrun", f"--worker_num={ranks}", f"--local_worker_num={ranks}", f"--master_port={port}",
-               "--join=True", f"--log_dir={folder / 'logs'}", script, folder, first, count, *options]
-    path = os.pathsep.join([str(script.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "PATH": f"{programs}:{os.environ['PATH']}",
-                   "MS_CPU_COMM_OP_TIMEOUT": str(timeout)}
-    done = subprocess.run(list(map(str, command)), cwd=folder, env=environment, text=True, capture_output=True,
-                          timeout=1200, check=False)
+    command, environment = msrun(folder, ranks, protocols.__file__, first, count, *options)
+    done = subprocess.run(command, cwd=folder, env={**environment, "MS_CPU_COMM_OP_TIMEOUT": str(timeout)}, text=True,
+                          capture_output=True, timeout=1200, check=False)
     found = []
     for rank in range(ranks):
         path = folder / f"rank{rank}.jsonl"

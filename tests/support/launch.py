@@ -31,24 +31,28 @@ def folder_of(tmp_path_factory):
     return folder_of
 
 
-def _launch(folder, count, cases):
+def msrun(folder, count, script, *arguments):
+    """The command that runs a script of tests/support on so many ranks, and its environment."""
     programs = Path(sys.executable).parent
     if shutil.which("msrun", path=programs) is None:
         pytest.skip("MindSpore without msrun")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    script = Path(rank_cases.__file__)
     command = [programs / "msrun", f"--worker_num={count}", f"--local_worker_num={count}", f"--master_port={port}",
-               "--join=True", f"--log_dir={folder / 'logs'}", script, folder, *cases]
-    path = os.pathsep.join([str(script.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "PATH": f"{programs}:{os.environ['PATH']}"}
+               "--join=True", f"--log_dir={folder / 'logs'}", script, folder, *arguments]
+    path = os.pathsep.join([str(Path(script).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return list(map(str, command)), {**os.environ, "PYTHONPATH": path, "PATH": f"{programs}:{os.environ['PATH']}"}
+
+
+def _launch(folder, count, cases):
+    command, environment = msrun(folder, count, rank_cases.__file__, *cases)
     if cases[-1] == "failing":  # for that rank, nobody waits for more than 5 s
         environment["MS_NODE_TIMEOUT"] = "5"
     if len(cases) > 1:  # ranks are late on busy cores, above all if they compile
         environment["MS_CPU_COMM_OP_TIMEOUT"] = "300"
     with _all_cores():
-        process = subprocess.Popen(list(map(str, command)), cwd=folder, env=environment, text=True,
+        process = subprocess.Popen(command, cwd=folder, env=environment, text=True,
                                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     output = "stopped by the test"
     try:
