@@ -3,11 +3,11 @@ import ast
 import json
 import re
 import runpy
-import warnings
 from pathlib import Path
 
 import mindspore as ms
 import pytest
+from support.modes import recorded_warnings
 from support.processes import run_python
 
 from ms_accum import mindspore_api
@@ -62,8 +62,7 @@ def test_without_each_name_it_trains():
 @pytest.mark.parametrize(("version", "is_said"), [
     ("2.7.0", False), ("2.10.0", False), ("2.10.1rc1", False), ("2.11.0rc1", True), ("3.0.0", True)])
 def test_a_newer_version_is_told_of_the_selftest(version, is_said):
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with recorded_warnings() as said:
         mindspore_api.warn_if_untried(version)
     assert [f"MindSpore {version} " in str(one.message) and "`ms-accum selftest`" in str(one.message) for one in said
             ] == [True] * is_said

@@ -1,5 +1,4 @@
 """Runs that go on with a change: rates, other settings of the optimizer and of the accumulator."""
-import warnings
 from itertools import takewhile
 from pathlib import Path
 from threading import Lock
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 from mindspore import amp, nn, ops
 from mindspore.experimental import optim
+from support.modes import recorded_warnings
 
 from ms_accum import (
     Accumulator,
@@ -57,8 +57,7 @@ def moved(network, train_step, microbatches=2):
 
 def loaded(network, train_step, **options):
     """What a load says, without the names of files."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as caught:
         load_checkpoint("c.safetensors", network, train_step, **options)
     said = [str(warning.message) for warning in caught]
     assert all("\n" not in text and caught[0].filename == __file__ for text in said)
@@ -532,7 +531,7 @@ def test_weights_that_do_not_fit_are_refused():
     assert whole[0].weight.asnumpy().tolist() == [[7, 7]]
 
 
-def test_statistics_that_no_file_holds_are_warned_of(recwarn):
+def test_statistics_that_no_file_holds_are_warned_of():
     """Of a second network, which is trained and not saved. Control: one Cell that holds both, or a network that is in
     evaluation mode."""
     def made():
@@ -545,19 +544,16 @@ def test_statistics_that_no_file_holds_are_warned_of(recwarn):
 
         return encoder, head, both, make_train_step(forward_fn, nn.SGD(both.trainable_params(), 0.1), 1, eager=True)
 
-    def said():
-        texts = [(str(warning.message), warning.filename) for warning in recwarn]
-        recwarn.clear()
-        return texts
+    def said(network):
+        with recorded_warnings() as caught:
+            save_checkpoint("c.safetensors", network, train_step)
+        return [(str(warning.message), warning.filename) for warning in caught]
 
     encoder, head, both, train_step = made()
     train_step(BATCH)
-    save_checkpoint("c.safetensors", both, train_step)
-    assert said() == []
-    save_checkpoint("c.safetensors", encoder, train_step)
-    (text, file), = said()
+    assert said(both) == []
+    (text, file), = said(encoder)
     assert "0.moving_mean may change in training, but is no Parameter of the network that is saved" in text
     assert file == __file__
     head.set_train(False)
-    save_checkpoint("c.safetensors", encoder, train_step)
-    assert said() == []
+    assert said(encoder) == []

@@ -5,6 +5,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import amp, nn, ops
+from support.modes import recorded_warnings
 from support.training import step_of
 
 from ms_accum import TrainOneStepCell, make_train_step, until_weight
@@ -141,8 +142,7 @@ def test_many_skips_in_a_row_are_warned_of_once(driver, options, noun):
         for _ in range(9):
             step(*batch)
         step.flush()
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always", UserWarning)
+    with recorded_warnings() as warned:
         for _ in range(12 if driver == "step" else 1):
             step(*batch)
         step.flush()
@@ -171,8 +171,7 @@ def test_a_cell_warns_of_many_skips_at_its_64th_microbatch(mode_named, context, 
     mode_named(context)
     cell, batch, said = skipping_step("cell", **options), tensors(np.full((6, 6), value), np.zeros(6)), []
     for calls in (63, 1, 64):
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always", UserWarning)
+        with recorded_warnings() as warned:
             for _ in range(calls):
                 cell(*batch)
         said.append(sum("64 windows in a row were skipped" in str(warning.message) for warning in warned))

@@ -1,10 +1,10 @@
 """An epoch that nobody iterates over, and one without a batch, are warned of at the user's line."""
-import warnings
 from io import StringIO
 
 import numpy as np
 import pytest
 from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
+from support.modes import recorded_warnings
 from support.training import sgd
 
 from ms_accum import Accumulator, make_train_step
@@ -31,8 +31,7 @@ def by_hand():
 
 def said(do):
     """What was warned of about epochs, and whether at a line of this file."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as caught:
         do()
     return [(str(warning.message).partition(",")[0], warning.filename == __file__) for warning in caught
             if "nothing was trained" in str(warning.message)]

@@ -54,6 +54,7 @@ def test_an_accumulator_that_is_collected_with_an_open_window_says_so(end):
     train_step = make_train_step(mean_loss(network), sgd(network), 2)
     train_step(*BATCHES[0])
     do(network, train_step)
+    gc.collect()  # what earlier tests have left
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         del network, train_step

@@ -106,7 +106,7 @@ def test_the_portable_ones_run_where_the_test_fails_and_one_warning_says_what_th
     on_ascend(special)
     with pytest.warns(UserWarning, match=r"^the kernels that work in place failed.*4 bytes per parameter") as seen:
         assert [type(probe.kernels()) for _ in range(3)] == [Portable] * 3
-    assert len(seen) == 1
+    assert len([one for one in seen if "work in place failed" in str(one.message)]) == 1
 
 
 @pytest.mark.parametrize(("switch", "chosen"), [("1", NeverClears), ("0", Portable)])

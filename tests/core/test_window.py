@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from support.cells import Counting
-from support.modes import compiled
+from support.modes import compiled, recorded_warnings
 from support.processes import MEMORY, run_python
 
 from ms_accum import Accumulator, load_checkpoint, make_train_step, save_checkpoint, until_weight
@@ -174,8 +174,7 @@ def test_windows_too_long_for_16_bits_are_warned_of_once(accumulate_step, pieces
 
     for dtype in (ms.float16, None, ms.float32):
         optimizer = nn.SGD(nn.Dense(2, 1).trainable_params(), 0.1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with recorded_warnings() as caught:
             make_train_step(forward_fn, optimizer, accumulate_step, pieces=pieces, buffer_dtype=dtype)
         said = [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
         assert len(said) == (dtype == ms.float16 and most is not None)

@@ -3,14 +3,13 @@
 That its updates are exact, and what it says of dropped windows, is drawn in test_differential.py; callbacks are in
 test_callbacks.py.
 """
-import warnings
 
 import mindspore as ms
 import pytest
 from mindspore import mint, nn
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint, amp
 from support.model_runs import TwoCells, dataset, make_cell, train
-from support.modes import compiled_graphs
+from support.modes import compiled_graphs, recorded_warnings
 from support.training import LOSS, sgd
 
 from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, save_checkpoint
@@ -206,8 +205,7 @@ def test_an_optimizer_that_changes_nothing_op_by_op_is_warned_of(mode, build, wa
     before = [value.copy() for value in values(network.trainable_params())]
     with running(mode):
         cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), build(network.trainable_params(), 0.1), 1)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with recorded_warnings() as caught:
             cell(*tensors(*batches([6])[0]))
     said = [str(one.message) for one in caught if "changes no parameter op by op" in str(one.message)]
     assert len(said) == warns

@@ -6,7 +6,7 @@ import pytest
 from mindspore import Tensor, amp, nn
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Model
-from support.modes import compiled, running
+from support.modes import compiled, recorded_warnings, running
 from support.rank_cases import every
 
 from ms_accum import (
@@ -58,8 +58,7 @@ def trained(kind, data, mode, flush=True, **options):
     """Parameters, counters and warnings after microbatches and a flush."""
     with running({"cell": "graph"}.get(kind, "jit") if mode == "jit" else mode):
         step = built(kind, eager=mode == "pynative", **options) if kind == "step" else built(kind, **options)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", UserWarning)
+        with recorded_warnings() as caught:
             for _ in step.epoch(data) if kind == "step" else ():
                 pass
             for batch in data if kind == "cell" else ():
@@ -131,8 +130,7 @@ def test_a_single_microbatch_and_an_incomplete_window_are_windows_too(accumulate
 def test_the_first_is_warned_of_once_where_the_host_reads(options):
     """With as many reads as windows with tokens need: none, or one each, where windows may be dropped."""
     step, reads = built("step", 1, **options), []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with recorded_warnings() as caught:
         for data in ([TOKENS, NOTHING], [TOKENS] * 8, [NOTHING] * 8):  # the first compiles, which reads
             step(*TOKENS)
             with counted_reads() as made:

@@ -2,13 +2,12 @@
 
 Evaluations in the middle of training runs are in test_differential.py.
 """
-import warnings
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.modes import running
+from support.modes import recorded_warnings, running
 from support.training import LOSS, sgd, step_of
 
 from ms_accum import make_grad_cache_step, make_train_step
@@ -272,8 +271,7 @@ def test_a_network_that_is_not_found_is_warned_of():
     globals()["_kept"] = kept[0]
     data = [tensors(x, y) for x, y in batches((4, 3))]
     for step, times in ((make_train_step(Opaque(), sgd(network), 1, eager=True), 1), (step_of(), 0)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with recorded_warnings() as caught:
             step.evaluate(data)
         assert sum("was found, so evaluate computes" in str(warning.message) for warning in caught) == times
 

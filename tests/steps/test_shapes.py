@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.modes import compiled_graphs, running
+from support.modes import compiled_graphs, recorded_warnings, running
 from support.training import sgd
 
 from ms_accum import Accumulator, TrainOneStepCell, check_equivalence, make_grad_cache_step, make_train_step
@@ -269,8 +269,7 @@ def test_many_compiled_shapes_cause_one_hint():
 
     def hints(**options):
         step = make_train_step(options.pop("function", forward_fn), sgd(network), 2, **options)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with recorded_warnings() as caught:
             for rows in (*range(1, 11), 1):
                 step(np.ones((rows, 2), np.float32))
         step.flush()

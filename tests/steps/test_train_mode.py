@@ -1,5 +1,4 @@
 """Training mode: a warning of a network in evaluation mode, and graphs of the mode that the network is in."""
-import gc
 import warnings
 from collections import deque
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mint, nn
 from support import tiny
-from support.modes import compiled_graphs, running
+from support.modes import compiled_graphs, recorded_warnings, running
 from support.training import LOSS, sgd
 
 from ms_accum import TrainOneStepCell, check_equivalence, make_grad_cache_step, make_train_step
@@ -122,9 +121,7 @@ def test_nothing_is_said_where_the_mode_is_right_or_makes_no_difference(layer, c
     def forward_fn(x, y):
         return LOSS(network(x) + teacher(x), y)
     step = make_train_step(forward_fn, sgd(network), 1)
-    gc.collect()  # accumulators of other tests may warn when they end
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always", UserWarning)
+    with recorded_warnings() as said:
         step(*BATCH)
         step(*BATCH)
     assert [str(one.message) for one in said if one.category is UserWarning] == []
@@ -138,8 +135,7 @@ def test_a_network_that_stays_in_evaluation_mode_after_an_evaluation_is_warned_o
     step, said = driver(network, sgd(network)), []
     for mode in (True, True, False, False, True, False):
         network.set_train(mode)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with recorded_warnings() as caught:
             step(*BATCH)
         said.append(sum("is in evaluation mode" in str(one.message) for one in caught))
     assert said == [0, 0, 1, 0, 0, 0]

@@ -1,5 +1,7 @@
-"""How a test runs: op by op or compiled; and what MindSpore compiled and said of it."""
+"""How a test runs: op by op or compiled; what MindSpore compiled and said of it; and what was warned of."""
 import re
+import warnings
+from contextlib import contextmanager
 
 import mindspore as ms
 
@@ -34,3 +36,12 @@ def warned(capfd):
     return [line for line in capfd.readouterr().err.splitlines()
             if "WARNING" in line.upper() and "CommManager" not in line and "PrimitivePy> require_" not in line
             and not ("/tests/" in line if "has been compiled again" in line else SLOW.search(line))]
+
+
+@contextmanager
+def recorded_warnings():
+    """Record all warnings but those of windows that earlier tests have left open, which come at any moment."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "a window of the accumulator .* is lost")
+        yield caught

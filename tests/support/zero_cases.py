@@ -3,7 +3,6 @@
 The functions are cases of `rank_cases.py`.
 """
 import os
-import warnings
 from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
@@ -31,6 +30,7 @@ from ms_accum.model.callbacks import FlushCallback
 from ms_accum.selftest.networks import MLP, batches, mean_loss
 from support.differential.cases import plain_case
 from support.differential.optimizers import COMPILED_ONLY, OPTIMIZERS, build_optimizer
+from support.modes import recorded_warnings
 from support.pages import recipe
 
 SMALL = 8e-5  # mebibytes: several buckets
@@ -342,8 +342,7 @@ def said_by(function, *arguments, **keywords):
 def warned_of(rank):
     """What is said where each node has one rank."""
     optimizer = nn.SGD(sharded(MLP(seed=0).trainable_params()), 0.1)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
+    with recorded_warnings() as said:
         Accumulator(optimizer, 2, reduction="sum", reducer=DataParallel(sync="node", zero=2, ranks_per_node=1))
     return "; ".join(str(warning.message) for warning in said)
 
