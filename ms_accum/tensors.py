@@ -169,18 +169,14 @@ def checked_gradients(names: tuple[str, ...], expected: tuple, grads: Any) -> An
     """Return `grads`. Raise TypeError or ValueError unless they fit parameters of these names and shapes."""
     if isinstance(grads, (tuple, list)):
         # Not list comprehensions: in a graph, the time to compile them grows with the square of their length.
-        require_gradients(names, expected, mapped(_shape_of, None, grads), mapped(_dtype_of, None, grads))
+        require_gradients(names, expected, mapped(_kind_of, None, grads))
     else:
-        require_gradients(names, expected, None, ())
+        require_gradients(names, expected, None)
     return grads
 
 
-def _shape_of(_: None, gradient: Any) -> Any:
-    return gradient.shape if isinstance(gradient, Tensor) else None
-
-
-def _dtype_of(_: None, gradient: Any) -> Any:
-    return gradient.dtype if isinstance(gradient, Tensor) else None
+def _kind_of(_: None, gradient: Any) -> Any:
+    return (gradient.shape, gradient.dtype) if isinstance(gradient, Tensor) else (None, None)
 
 
 # Of others, a graph gets a sparse gradient, and PyNative the rows that were looked up.
@@ -188,14 +184,14 @@ _DENSE = ', and build an nn.EmbeddingLookup with target="DEVICE" and sparse=Fals
 
 
 @constexpr
-def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tuple], dtypes: tuple) -> bool:
+def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tuple]) -> bool:
     """Raise an error for gradients that do not fit the optimizer's parameters, before anything is changed.
 
     Args:
         names: Names of the parameters.
         expected: Their shapes.
-        got: Shapes of the gradients, with None for an entry that is not a Tensor; None if `grads` is not a tuple.
-        dtypes: Their dtypes, with None for the same entries.
+        got: Shape and dtype of each gradient, both None for an entry that is not a Tensor; None if `grads` is not a
+            tuple.
     """
     if got is None:
         raise TypeError("grads is not a tuple of Tensors, expected one gradient for each of the optimizer's "
@@ -204,7 +200,7 @@ def require_gradients(names: tuple[str, ...], expected: tuple, got: Optional[tup
     if len(got) != len(expected):
         raise ValueError(f"grads holds {len(got)} gradients, expected {len(expected)}: one for each parameter of the "
                          "optimizer; take them from `value_and_grad(forward_fn, None, optimizer.parameters)`")
-    for name, parameter_shape, shape, dtype in zip(names, expected, got, dtypes):
+    for name, parameter_shape, (shape, dtype) in zip(names, expected, got):
         if shape is None:
             raise TypeError(f"the gradient of {name} is not a Tensor, expected one of shape {parameter_shape}; take it "
                             f"from `value_and_grad(forward_fn, None, optimizer.parameters)`{_DENSE}")
