@@ -200,8 +200,10 @@ def is_recording() -> bool:
 
 
 def record_if(is_on: bool) -> None:
-    """Record from here on, or not."""
+    """Record from here on, or not: after the operations before it, or MindSpore 2.10 crashes now and then."""
     if executor is not None:
+        if hasattr(executor, "sync"):
+            executor.sync()
         executor.set_grad_flag(is_on)
 
 
