@@ -280,7 +280,7 @@ def test_a_checkpoint_after_a_signal_knows_its_place(kind, signals, tmp_path):
         run.train()
         seconds, expected = perf_counter() - begin, run.weight
     stopped = refused = miscounted = 0
-    share = 1 if kind in ("pieces", "losses", "eager") else 2  # 1 / share of the signals may stop a microbatch
+    share = 1 if kind in ("pieces", "losses") else 2  # 1 / share of the signals may stop a microbatch
     counts_losses = kind not in ("model", "by hand")
 
     def enough():  # of few signals, none or too many may come within a microbatch: then more are sent
