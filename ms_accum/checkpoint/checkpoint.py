@@ -318,6 +318,7 @@ class _State:
                              "after_update")
         boundary, window = accumulator.boundary, accumulator.window
         boundary.require_same_memory()
+        boundary.keep_place()
         self.settings = dict(boundary.settings)
         exchange = self.exchange = accumulator.exchange
         divided = divided_state(optimizer)

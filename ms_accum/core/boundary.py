@@ -150,8 +150,10 @@ class Boundary:
     Attributes:
         held: Number of microbatches in the open window; at most, because some may have been skipped.
         updates: Number of updates done.
-        trained: Number of microbatches trained in this epoch. All three are right while `is_known`, for a train step;
+        epochs: Number of epochs finished.
+        trained: Number of microbatches trained in this epoch. All four are right while `is_known`, for a train step;
             a cell does not count.
+        apart: Number of microbatches that have no place in an epoch; see `begin`.
         is_driven: Whether a train step or a cell fills the accumulator; then nothing can be added by hand.
         eager: Whether the host runs op by op.
         generation: How often all graphs were forgotten.
@@ -172,11 +174,14 @@ class Boundary:
         self.used_rates: Optional[tuple[float, ...]] = None  # of the last update, if functions after it may set others
         self.layers: list[nn.Cell] = []  # of the networks that a train step was found to use
         self._addresses: list[int] = []  # of the parameters' memory, after the first microbatch
+        self._is_doubled = False  # whether the last update was number 1, 2, 4, 8, ...
         self._warned = self._warned_of_empty = False  # of many skips; of windows of weight 0
         self._empty_before = 0  # such windows of the run that was loaded
         self._dropped = 0  # windows dropped in a row
         self._unread = 0  # microbatches of a cell since the last read of skips
-        self.held = self.updates = self.trained = 0
+        self.held = self.updates = self.epochs = self.trained = self.apart = 0
+        self._has_epochs = False  # whether a loop over an epoch has begun, also in the run that was loaded
+        self._place: Optional[tuple[int, int]] = None  # epochs and trained before a microbatch that has no place
         self._is_loaded = False  # whether a checkpoint was loaded, and nothing was trained since
         self._has_place = True  # whether it says what this rank has trained
         self._is_interrupted = False  # whether the last loop over an epoch was
@@ -205,7 +210,7 @@ class Boundary:
 
     # --- a microbatch -------------------------------------------------------------------------------------------------
 
-    def begin(self, missing: Optional[int] = None) -> int:
+    def begin(self, missing: Optional[int] = None, in_epoch: bool = True) -> int:
         """Begin a microbatch. Return how many microbatches the open window needs, at least, with this one.
 
         Call `end` after it. If that does not happen, because of an error or an interrupt, the next `begin` reads the
@@ -213,18 +218,29 @@ class Boundary:
 
         Args:
             missing: What to return, for a step that knows its window before it trains.
+            in_epoch: Whether a loop over an epoch trains it. Once there was such a loop, a microbatch that a script
+                trains beside it (a hard batch again, a step that shares the accumulator) has no place in an epoch: a
+                resumed run would skip a batch for it.
 
         Raises:
             RuntimeError: If an error left a part of a batch in the open window, or stopped an update; if the
-                accumulator is filled by hand; if more than `max_skips` were skipped in a row.
+                accumulator is filled by hand; if more than `max_skips` were skipped in a row; after 1, 2, 4, 8,
+                ... updates, if a parameter has new memory.
             ValueError: If a parameter is frozen, and this microbatch may close the window.
         """
         if self._filled_by_hand:
             raise RuntimeError(_BY_HAND)
         self.is_driven = True
         self.note_given()
+        if self._is_doubled:  # not after each update: op by op, it waits for all that is queued
+            self.require_same_memory()
+            self._is_doubled = False
         self.ask()
-        known, self._is_loaded, self._is_interrupted, self._is_ended = self._missing, False, False, False
+        known, self._is_ended, self._place = self._missing, False, None
+        if in_epoch or not self._has_epochs:
+            self._is_loaded = self._is_interrupted = False
+        else:
+            self._place = self.epochs, self.trained
         self.forget()  # until `end`: an error or an interrupt in between forces a read
         self._is_forgotten = False
         self._has_fixed_length = missing is not None
@@ -239,7 +255,11 @@ class Boundary:
 
         `missing`: the result of `begin`. `is_applied`: whether the microbatch has updated as a window of its own.
         """
-        self.trained += 1
+        if self._place is None:
+            self.trained += 1
+        else:
+            self.keep_place()
+            self._place, self.apart = None, self.apart + 1
         if not self._addresses:
             self.note_addresses()
         if is_applied:
@@ -355,15 +375,20 @@ class Boundary:
         """
         self.require_same_memory()
         status = self.status()
-        trained = status.trained
+        trained = self._trained_of(status)
         was_left, self._is_in_epoch = self._is_in_epoch, True
         if resume is None or trained == 0:
             if trained > 0 and self._is_loaded:
                 raise RuntimeError(_RESUMED.format(trained, status.epochs))
             if was_left and resume is None:
                 self.window.exchange.end_round()
-            self.end_epoch()  # if the last loop was left early
+            if self._has_epochs:
+                self.end_epoch()  # if the last loop was left early
+            else:  # what single calls have trained before is no epoch
+                self._set_place(status.epochs, 0)
+            self._has_epochs = True
             return 0
+        self._has_epochs = True
         if not resume:
             return 0
         if not (self._is_loaded or self._is_interrupted):
@@ -375,7 +400,7 @@ class Boundary:
             require_whole(status.unfinished)  # which the reset would hide
             trained -= again
             self.window.mark_emptying()  # an interrupt here leaves a mark: neither of the two may be done alone
-            ops.assign(self.window.place, Tensor([status.epochs, trained], ms.int32))
+            self._set_place(status.epochs, trained)
             self.window.reset()
             self.forget()
         return trained
@@ -383,7 +408,12 @@ class Boundary:
     def skips(self, closed: bool) -> int:
         """Return how many batches an epoch skips if it goes on now; see `begin_epoch`. It reads the device."""
         status = self.status()
-        return max(status.trained - self._again(status, closed), 0)
+        return max(self._trained_of(status) - self._again(status, closed), 0)
+
+    def _trained_of(self, status: Status) -> int:
+        """Return the number of microbatches trained in an epoch; 0 if a call has only compiled, and was reset."""
+        left_nothing = status.closed_windows == status.mini_step == status.skipped == 0
+        return 0 if left_nothing and not self._has_epochs else status.trained
 
     def _again(self, status: Status, closed: bool) -> int:
         """Return how many microbatches are trained again by an epoch that goes on; see `begin_epoch`."""
@@ -396,9 +426,17 @@ class Boundary:
     def end_epoch(self, is_empty: bool = False) -> None:
         """Count an epoch, if anything was trained in it, or if it is known to be empty."""
         epochs, trained = self.window.place.asnumpy().tolist()
-        if trained > 0 or is_empty:
-            ops.assign(self.window.place, Tensor([epochs + 1, 0], ms.int32))
-        self.trained, self._is_loaded, self._has_place, self._is_interrupted = 0, False, True, False
+        self._set_place(epochs + (trained > 0 or is_empty), 0)
+        self._is_loaded, self._has_place, self._is_interrupted = False, True, False
+
+    def _set_place(self, epochs: int, trained: int) -> None:
+        self.epochs, self.trained = epochs, trained
+        ops.assign(self.window.place, Tensor([epochs, trained], ms.int32))
+
+    def keep_place(self) -> None:
+        """Take back that a graph has counted a microbatch without a place; also if it is not known whether it has."""
+        if self._place is not None:
+            self._set_place(*self._place)
 
     # --- closing ------------------------------------------------------------------------------------------------------
 
@@ -456,6 +494,7 @@ class Boundary:
 
     def _count_update(self) -> None:
         self.updates += 1
+        self._is_doubled = self.updates & (self.updates - 1) == 0
         due = [function for every, function in self._after_update if self.updates % every == 0]
         if due:  # if ranks disagree, there was no update
             self.window.exchange.require_agreement()
@@ -477,12 +516,13 @@ class Boundary:
             if status.needed == 0:
                 self._close()
                 status = self._whole()
-            self.held, self.updates, self.trained = status.mini_step, status.update_step, status.trained
-            self._missing = status.needed
+            self.held, self.updates = status.mini_step, status.update_step
+            self.epochs, self.trained, self._missing = status.epochs, status.trained, status.needed
 
     def status(self) -> Status:
         """Read the counters, and wait for the device. Raise `RanksDiffer` if ranks disagreed in an exchange."""
         self.window.exchange.require_agreement()
+        self.keep_place()
         return self._status_of(self._run("counts").asnumpy().tolist())
 
     def described(self, name: str, counts: str, pieces: int = 1, shapes: int = 0) -> str:
@@ -681,6 +721,7 @@ class Boundary:
         self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
         self._empty_before = int(window.empty_windows)
         self._is_ended = self._is_in_epoch = False
+        self._has_epochs, self._place = int(window.place[0]) > 0, None
 
     @property
     def gives_back(self) -> bool:

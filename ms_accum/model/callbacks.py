@@ -313,7 +313,7 @@ class WindowLog(Callback):
                 raise ValueError("this WindowLog follows another train step; give each step a WindowLog of its own")
             self._begin(accumulator)
             self._followed, self._place = accumulator, (status.epochs + 1, 0)
-            self._trained = getattr(train_step, "trained", 1) - 1
+            self._trained = boundary.apart + getattr(train_step, "trained", 1) - 1
             self._held, self._skipped = 0, status.skipped
             if loss is not None:
                 self._came_late(status)
@@ -322,13 +322,14 @@ class WindowLog(Callback):
             self._catch_up()
         else:
             self._follow(status)
-            trained = getattr(train_step, "trained", self._trained + 1)
-            new = trained <= self._trained  # an epoch; an interrupted microbatch has left no loss, but counts
-            if not new and trained > self._trained + 1 and not self._has_warned:
+            trained = boundary.apart + getattr(train_step, "trained", self._trained + 1)
+            # An interrupted microbatch has left no loss, but counts. In the first call of an epoch, it is not known.
+            is_new = status.epochs >= self._place[0]
+            missed = 0 if is_new else trained - self._trained - 1
+            if missed > 0 and not self._has_warned:
                 self._has_warned = True
-                missed = trained - self._trained - 1
                 warn(_MISSED.format(missed, "es" * (missed != 1)), UserWarning, stacklevel=2)
-            self._place = self._place[0] + new, self._place[1] + (trained if new else trained - self._trained)
+            self._place = status.epochs + 1, self._place[1] + 1 + missed
             self._trained = trained
             self._count(loss, getattr(train_step, "loss_weights", ()))
             self._log_closed()

@@ -117,7 +117,7 @@ class SeveralLossesStep(TrainStep):
             raise RuntimeError(_SINGLE.format(self._losses, step))
         window = KnownWindow([], [])
         self._read(window, batch, named)
-        result, = self._train_window(window)
+        result, = self._train_window(window, in_epoch=False)
         return result
 
     def flush(self) -> bool:
@@ -176,7 +176,7 @@ class SeveralLossesStep(TrainStep):
         total = np.add.accumulate(weights, dtype=np.float32)[-1]  # as the device adds
         return self.window.length.is_full_of(len(window.batches), self.boundary.updates, total)
 
-    def _train_window(self, window: KnownWindow) -> Iterator[Any]:
+    def _train_window(self, window: KnownWindow, in_epoch: bool = True) -> Iterator[Any]:
         """Train on the microbatches of a window, and close it with the last one."""
         try:
             totals = self._summed(np.concatenate(window.weights).sum(0), 1.0)
@@ -187,7 +187,7 @@ class SeveralLossesStep(TrainStep):
             if place > 0 and not self.boundary.is_known:
                 raise RuntimeError(_CHANGED)
             self.loss_weights = tuple(weights.sum(0).tolist())
-            yield self._train(key, (totals, weights, *batch), len(window.batches) - place)
+            yield self._train(key, (totals, weights, *batch), len(window.batches) - place, in_epoch)
 
 
 @jit_class

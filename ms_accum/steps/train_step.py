@@ -159,6 +159,8 @@ class TrainStep(Uncopied):
     def trained(self) -> int:
         """Return the number of microbatches trained since the epoch began; without epochs, by all calls.
 
+        Once there was a loop over `epoch`, calls beside it do not count: a batch that is trained again, a step that
+        shares the accumulator.
         It is part of a checkpoint. After an error or an interrupt it is read from the device: it may be one more than
         the number of losses yielded.
         """
@@ -166,7 +168,11 @@ class TrainStep(Uncopied):
 
     @property
     def epochs(self) -> int:
-        """Return the number of epochs that were finished, or left early before the next. It is part of a checkpoint."""
+        """Return the number of epochs that were finished, or left early before the next. It is part of a checkpoint.
+
+        Each loop over `epoch` is one, also over a few batches. If yours has other loops, too, save a count of your own
+        as `extra`.
+        """
         return self.status().epochs
 
     @property
@@ -276,7 +282,7 @@ class TrainStep(Uncopied):
             if isinstance(batch, Exception):
                 raise batch
             arguments, named = batch
-            result = self(*arguments, **named)
+            result = self._train(*self._prepared(arguments, named))
             batch = next_or_error(batches)
             yield result, batch is None
 
@@ -298,7 +304,7 @@ class TrainStep(Uncopied):
                 a compiled function (`ms.jit`).
         """
         require_python("a train step", COMPILES)
-        return self._train(*self._prepared(batch, named))
+        return self._train(*self._prepared(batch, named), in_epoch=False)
 
     def evaluate(self, batches: Iterable) -> Union[float, tuple[float, ...]]:
         """Return the mean loss over a data set: sum of weight * loss / sum of weights, without a backward pass.
@@ -465,13 +471,13 @@ class TrainStep(Uncopied):
         """Make the first piece's number of samples the unit of weights."""
         self.window.fix_unit(float(-(-samples // self._pieces)))
 
-    def _train(self, key: tuple, batch: tuple, missing: Optional[int] = None) -> Any:
-        """Train on a microbatch of this layout. `missing`: see `Boundary.begin`."""
+    def _train(self, key: tuple, batch: tuple, missing: Optional[int] = None, in_epoch: bool = True) -> Any:
+        """Train on a microbatch of this layout. `missing` and `in_epoch`: see `Boundary.begin`."""
         self._updated = False
         try:
             graphs = self._graphs_of(key)
             shapes = self._shapes_of(graphs, batch)
-            missing = self.boundary.begin(missing)
+            missing = self.boundary.begin(missing, in_epoch)
             self._updated, self._before = None, self.boundary.updates
             # A window of one microbatch needs no buffers. For others, one graph that adds the last microbatch and
             # updates was measured: no faster, and one more backward pass to compile.

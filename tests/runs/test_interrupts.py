@@ -171,7 +171,7 @@ def test_an_update_that_is_applied_twice_is_noticed(monkeypatch):
     monkeypatch.setattr("ms_accum.core.boundary.Boundary._close", type(apply_then_reset)(code, globals()))
 
     def interrupt_each_line_of_a_closing_call():
-        for after in range(1, 100):
+        for after in range(1, run.lines + 1):
             run.start_over()
             for i in range(2 * N):
                 run.microbatch(after if i == N - 1 else NEVER)

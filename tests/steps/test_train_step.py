@@ -29,6 +29,7 @@ from ms_accum import (
     save_checkpoint,
     until_weight,
 )
+from ms_accum.core.boundary import Boundary
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
@@ -274,6 +275,100 @@ def test_a_loop_goes_on_after_an_interrupt_and_asks_after_a_break():
         list(step.epoch(data, resume=True))
     assert (len(list(step.epoch(data[1:], resume=False))), step.epochs) == (4, 2)
     assert (list(step.epoch([])), step.epochs) == ([], 3)  # an epoch without batches is one, too
+
+
+class Beside:
+    """A run of 3 epochs that also trains beside them, in a `way`; `saves`: in `on_update`, not after the last batch."""
+
+    def __init__(self, way, saves, path):
+        self.way, self.hard, network = way, tensors(*batches([4])[0]), MLP()
+        self.data = [tensors(*batch) for batch in batches([6] * 5)]
+        accumulator = Accumulator(nn.Momentum(network.trainable_params(), 0.1, 0.9), 2, reduction="mean")
+        self.step, self.other = [make_train_step(mean_loss(network), accumulator) for _ in range(2)]
+        self.save = partial(save_checkpoint, path, network, self.step)
+        self.load = partial(load_checkpoint, path, network, self.step)
+        if saves:
+            self.step.on_update(self.save)
+        if way == "a call to warm up":
+            self.step(*self.hard)
+        elif way == "an epoch to warm up":
+            list(self.step.epoch([self.hard]))
+        accumulator.reset()
+
+    def again(self):
+        """Train on a hard batch, in the middle of an epoch."""
+        if self.step.trained % 2 and self.way in ("a hard batch", "a step that shares"):
+            (self.step if self.way == "a hard batch" else self.other)(*self.hard)
+
+    def train(self, stops_after=None):
+        """Return the epochs, and the weights."""
+        done, first = 0, self.step.epochs
+        for epoch in range(first, 3):
+            for _ in self.step.epoch(self.data, resume=True if epoch == first else None):
+                self.again()
+                done += 1
+                if done == stops_after:
+                    return None
+            if self.way == "between epochs":
+                self.step(*self.hard)
+                self.step(*self.hard)
+        return self.step.epochs, values(self.step.accumulator.weights)
+
+
+@pytest.mark.parametrize(("mode", "way"), [
+    ("jit", "a hard batch"), *(("pynative", way) for way in (
+        "a hard batch", "a step that shares", "between epochs", "a call to warm up")),
+    *(pytest.param("jit", way, marks=pytest.mark.slow) for way in ("a step that shares", "between epochs"))],
+    indirect=["mode"])
+@pytest.mark.parametrize("saves", [False, True])
+def test_what_is_trained_beside_an_epoch_has_no_place_in_it(mode, way, saves, monkeypatch, tmp_path):
+    """A run that is stopped and resumed ends with the bits of one that is not. With `saves`, its file is written inside
+    of the call beside the epoch. Control: such calls count; the step is warmed up by an epoch.
+    """
+    made = partial(Beside, way, saves, tmp_path / "run.safetensors")
+
+    def difference_of_resumed():
+        whole, stopped, run = made().train(), made(), made()
+        stopped.train(stops_after=8)
+        if not saves:
+            stopped.save()
+        run.load()
+        resumed = run.train()
+        return resumed[0] - whole[0], difference(resumed[1], whole[1])
+
+    assert difference_of_resumed() == (0, 0)
+    epochs, weights = made().train()
+    assert epochs == 3
+    if way == "a call to warm up":
+        assert difference(Beside("an epoch to warm up", False, "").train()[1], weights) > 1e-3
+    else:
+        monkeypatch.setattr(Boundary, "keep_place", lambda boundary: None)
+        assert difference_of_resumed() != (0, 0)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_call_beside_an_epoch_that_was_interrupted_leaves_its_place(monkeypatch, tmp_path):
+    """In the file of a handler, too. Control: the device had counted it."""
+    data, path = [tensors(*batch) for batch in batches([6] * 5)], tmp_path / "run.safetensors"
+    step, places = step_of(3), []
+
+    def interrupted(*_):
+        places.append(step.window.place.asnumpy().tolist())
+        save_checkpoint(path, network_of(step), step)
+        raise KeyboardInterrupt
+
+    epoch = step.epoch(data)
+    assert len([*islice(epoch, 2)]) == 2
+    monkeypatch.setattr(Boundary, "end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        step(*data[0])
+    monkeypatch.undo()
+    assert places == [[0, 3]]
+    assert (step.epochs, step.trained) == (0, 2)
+    step = step_of(3)
+    load_checkpoint(path, network_of(step), step)
+    assert step.trained == 2
+    assert len(list(step.epoch(data, resume=True))) == 3
 
 
 @pytest.mark.usefixtures("uncompiled")
