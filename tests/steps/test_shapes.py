@@ -261,25 +261,27 @@ def test_set_inputs_that_has_no_effect_causes_a_warning():
 
 @pytest.mark.usefixtures("compiled_if_slow")
 def test_many_compiled_shapes_cause_one_hint():
-    """Control: none with declared shapes, and none op by op."""
+    """In evaluations, too. Control: none with declared shapes, and none op by op."""
     network = nn.Dense(2, 1)
 
     def forward_fn(x):
         return network(x).mean()
 
-    def hints(**options):
+    def hints(evaluates=False, **options):
         step = make_train_step(options.pop("function", forward_fn), sgd(network), 2, **options)
         with recorded_warnings() as caught:
             for rows in (*range(1, 11), 1):
-                step(np.ones((rows, 2), np.float32))
+                batch = np.ones((rows, 2), np.float32)
+                step.evaluate([batch]) if evaluates else step(batch)
         step.flush()
         return [str(warning.message) for warning in caught], repr(step)
 
-    said, shown = hints()
-    assert len(said) == 1
-    assert said[0].startswith("graphs were compiled for 8 shapes of batches by now, which took ")
-    assert said[0].endswith("mindspore.enable_dynamic on forward_fn. The guide's page \"Language models\" shows both")
-    assert shown.endswith(", 10 compiled shapes)")
+    for evaluates in (False, True):
+        said, shown = hints(evaluates)
+        assert len(said) == 1
+        assert said[0].startswith("graphs were compiled for 8 shapes of batches by now, which took ")
+        assert said[0].endswith("enable_dynamic on forward_fn. The guide's page \"Language models\" shows both")
+        assert shown.endswith(", 10 compiled shapes)")
     rows = Tensor(shape=[None, 2], dtype=ms.float32)
     said, shown = hints(function=ms.enable_dynamic(x=rows)(function_of_one(network)), weight_fn=rows_of)
     assert said == []

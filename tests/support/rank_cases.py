@@ -567,7 +567,7 @@ def apart(rank):
     named = {p.name: p for p in (*network.get_parameters(), half)}
     equal = said_by(require_equal, named)
     if rank == 1:
-        network.second.weight.set_data(network.second.weight + np.float32(1e-7))
+        network.second.weight.set_data(network.second.weight + 1e-7)
         half.set_data(half + 1)
     return equal, said_by(require_equal, named), said_by(require_equal, {"first": named["first.weight"]})
 
