@@ -200,10 +200,8 @@ def is_recording() -> bool:
 
 
 def record_if(is_on: bool) -> None:
-    """Record from here on, or not: after the operations before it, or MindSpore 2.10 crashes now and then."""
+    """Record from here on, or not."""
     if executor is not None:
-        if hasattr(executor, "sync"):
-            executor.sync()
         executor.set_grad_flag(is_on)
 
 
@@ -241,15 +239,13 @@ def record_again(runs_op_by_op: bool) -> bool:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Record nothing in the block."""
-    stopped = len(_stopped)
+    """Record nothing in the block. It holds no optimizer, for which this is not enough; see `stop_recording`."""
+    was_on = is_enabled()
     try:
-        stop_recording(True)
+        enable(False)
         yield
     finally:
-        if len(_stopped) > stopped:
-            record_if(_stopped[stopped])
-            del _stopped[stopped:]
+        enable(was_on)
 
 
 def backward(loss: Any, parameters: Any = None) -> None:

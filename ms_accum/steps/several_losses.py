@@ -138,15 +138,20 @@ class SeveralLossesStep(TrainStep):
         """Take part in summing the weights of windows of the ranks that still have data."""
         self._summed(np.zeros(self._losses), 0.0)
 
-    def _summed(self, weights: np.ndarray, active: float) -> Tensor:
-        """Return the sums of a window's weights over all ranks. `active`: 1 on a rank that still has data."""
+    def _summed(self, weights: np.ndarray, active: float) -> np.ndarray:
+        """Return the sums of a window's weights over all ranks: float32 `(losses,)`.
+
+        `active`: 1 on a rank that still has data.
+        """
+        exchange = self.window.exchange
+        if exchange.ranks == 1:
+            return weights.astype(np.float32)
         if self._total is None:
             self._total = self.boundary.compiled(Total(self.window))
-        exchange = self.window.exchange
         exchange.require_agreement()  # the last update did not read whether ranks agreed, and nobody may answer now
         totals = self._total(Tensor(weights, ms.float32), Tensor(active, ms.float32))
         exchange.require_agreement()
-        return totals
+        return totals.asnumpy()
 
     def _require_closed(self) -> None:
         """Raise RuntimeError if a window is open: its weights were summed for all of its batches. Tell other ranks."""
@@ -223,7 +228,7 @@ class WeighedPieces(Pieces):
     def __init__(self, boundary: Boundary, loss: SeveralLosses, samples: int, cut: Cut, pieces: int,
                  inputs: Optional[Inputs] = None) -> None:
         super().__init__(boundary, loss, samples, cut, pieces, loss.losses, inputs)
-        self._weigh: Optional[Callable] = None
+        self._weigh, self._is_whole = None, pieces == len(self.starts) == 1  # type: Optional[Callable], bool
         if loss.weight_fn is not None:
             self._weigh = boundary.compiled(Weights(loss, cut, self.starts), inputs)
 
@@ -237,14 +242,33 @@ class WeighedPieces(Pieces):
             return np.repeat([[float(rows)] for _, rows in self.starts], self.losses, axis=1)
         return self._weigh(*batch).asnumpy().astype(np.float64)
 
-    def __call__(self, totals: Tensor, weights: np.ndarray, *batch: Any) -> Any:
+    def __call__(self, totals: np.ndarray, weights: np.ndarray, *batch: Any) -> Any:
         """Add a microbatch of a window with these totals. Return the losses, or `(losses, aux)`."""
         keys = [(rows, *(of_piece != 0).tolist()) for (_, rows), of_piece in zip(self.starts, weights)]
-        return self.run(keys, [(Tensor(of_piece, ms.float32), totals) for of_piece in weights], batch)
+        numbers = [Tensor(self._numbers(of_piece.astype(np.float32), totals)) for of_piece in weights]
+        if self._is_whole:
+            return self.graph(*keys[0])(*numbers, *batch)
+        return self.run(keys, [(each,) for each in numbers], batch)
+
+    def _numbers(self, weights: np.ndarray, totals: np.ndarray) -> np.ndarray:
+        """Return what a piece with these weights takes: the factors on its losses, its weights, and their mean.
+
+        All are known before it is trained, so the host computes them: as kernels, they cost more than the copy.
+        """
+        # A stage that looks at gradients gets those of a mean; otherwise, they are added as they are.
+        weight = weights.mean()
+        unit = (weight or 1.0) if self.window.looks_at_gradients else self.window.unit
+        numerators = np.ones_like(weights) if self.loss.is_sum else weights
+        shares = numerators * totals.mean() / (np.where(totals == 0, 1, totals) * unit)
+        return np.concatenate((shares, weights, weight), axis=None, dtype=np.float32)
 
     def piece(self, rows: int, *present: bool) -> Callable:
-        """Return what adds a piece of `rows` samples in which these losses have a weight."""
-        return WeighedPiece(self.loss, self.cut, rows, present)
+        """Return what adds a piece of `rows` samples in which these losses have a weight; see `Pieces.piece`.
+
+        If the batch is not cut, it adds the batch: `(numbers, *batch)` -> what a call returns.
+        """
+        piece = WeighedPiece(self.loss, self.cut, rows, present)
+        return piece.whole if self._is_whole else piece
 
 
 @jit_class
@@ -270,23 +294,28 @@ class WeighedPiece:
             self.loss.stream.start()
         return after(self.window.begin(total), total), as_vector(losses), aux
 
-    def __call__(self, start: Tensor, totals: Tensor, weights: Tensor, of_window: Tensor, *batch: Any) -> Any:
-        """Add the piece with these weights, `(losses,)`. See `Piece`; `of_window`: the sums of the window's weights."""
-        inputs = select_rows(start + self.places, self.cut, batch)
-        numerators = ops.ones_like(weights) if self.loss.is_sum else weights
-        # A stage that looks at gradients gets those of a mean; otherwise, they are added as they are.
-        weight, unit = weights.mean(), self.window.unit  # type: Tensor, Any
-        unit = divisor(weight) if self.window.looks_at_gradients else unit
-        shares = numerators * of_window.mean() / (divisor(of_window) * unit)
-        factor = None if self.window.looks_at_gradients else unit if self.counts else 0.0  # see `Window.add`
-        (total, losses, aux), gradients = self.loss.differentiated(self.grad_fn, factor, shares, *inputs)
-        losses = losses / divisor(weights) if self.loss.is_sum else losses
+    def whole(self, numbers: Tensor, *batch: Any) -> Any:
+        """Add a microbatch that is not cut; see `WeighedPieces`. Return the losses, or `(losses, aux)`."""
+        losses, weights, aux = self.added(numbers, batch, 1)
+        means = as_numbers(counted(losses, weights) / divisor(weights), self.count)
+        return (means, aux) if self.loss.has_aux else means
+
+    def __call__(self, start: Tensor, totals: Tensor, numbers: Tensor, *batch: Any) -> Any:
+        """Add a piece, given its numbers. See `Piece`."""
+        losses, weights, aux = self.added(numbers, select_rows(start + self.places, self.cut, batch), 0)
         if self.loss.has_aux:
             aux = checked_aux(aux, self.rows, self.loss.batch_axis)
-        active = self.window.add(gradients, weight, factor)
-        losses = ops.depend(counted(losses, weights), total)
-        totals = ops.depend(totals + concat((losses, weights)), active)
+        totals = totals + concat((counted(losses, weights), weights))
         return (totals, weights[:1], aux) if self.loss.has_aux else totals
+
+    def added(self, numbers: Tensor, piece: tuple, ends: int) -> tuple[Tensor, Tensor, Any]:
+        """Add a piece. Return its losses and weights, `(losses,)`, after that, and aux. `ends`: see `Window.add`."""
+        weights = numbers[self.count:2 * self.count]
+        unit = None if self.window.looks_at_gradients else self.window.unit if self.counts else 0.0  # see `Window.add`
+        (total, losses, aux), gradients = self.loss.differentiated(self.grad_fn, unit, numbers[:self.count], *piece)
+        losses = losses / divisor(weights) if self.loss.is_sum else losses
+        active = self.window.add(gradients, numbers[2 * self.count], unit, ends=ends)
+        return ops.depend(losses, (total, active)), weights, aux
 
 
 @jit_class
