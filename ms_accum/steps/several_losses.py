@@ -245,22 +245,10 @@ class WeighedPieces(Pieces):
     def __call__(self, totals: np.ndarray, weights: np.ndarray, *batch: Any) -> Any:
         """Add a microbatch of a window with these totals. Return the losses, or `(losses, aux)`."""
         keys = [(rows, *(of_piece != 0).tolist()) for (_, rows), of_piece in zip(self.starts, weights)]
-        numbers = [Tensor(self._numbers(of_piece.astype(np.float32), totals)) for of_piece in weights]
+        numbers = [Tensor(numbers_of(self.loss, of_piece.astype(np.float32), totals)) for of_piece in weights]
         if self._is_whole:
             return self.graph(*keys[0])(*numbers, *batch)
         return self.run(keys, [(each,) for each in numbers], batch)
-
-    def _numbers(self, weights: np.ndarray, totals: np.ndarray) -> np.ndarray:
-        """Return what a piece with these weights takes: the factors on its losses, its weights, and their mean.
-
-        All are known before it is trained, so the host computes them: as kernels, they cost more than the copy.
-        """
-        # A stage that looks at gradients gets those of a mean; otherwise, they are added as they are.
-        weight = weights.mean()
-        unit = (weight or 1.0) if self.window.looks_at_gradients else self.window.unit
-        numerators = np.ones_like(weights) if self.loss.is_sum else weights
-        shares = numerators * totals.mean() / (np.where(totals == 0, 1, totals) * unit)
-        return np.concatenate((shares, weights, weight), axis=None, dtype=np.float32)
 
     def piece(self, rows: int, *present: bool) -> Callable:
         """Return what adds a piece of `rows` samples in which these losses have a weight; see `Pieces.piece`.
@@ -269,6 +257,19 @@ class WeighedPieces(Pieces):
         """
         piece = WeighedPiece(self.loss, self.cut, rows, present)
         return piece.whole if self._is_whole else piece
+
+
+def numbers_of(loss: Loss, weights: np.ndarray, totals: np.ndarray) -> np.ndarray:
+    """Return what a piece with these weights takes: the factors on its losses, its weights, and their mean.
+
+    All are known before it is trained, so the host computes them: as kernels, they cost more than the copy.
+    """
+    # A stage that looks at gradients gets those of a mean; otherwise, they are added as they are.
+    weight, window = weights.mean(), loss.window
+    unit = (weight or 1.0) if window.looks_at_gradients else window.unit
+    numerators = np.ones_like(weights) if loss.is_sum else weights
+    shares = numerators * totals.mean() / (np.where(totals == 0, 1, totals) * unit)
+    return np.concatenate((shares, weights, weight), axis=None, dtype=np.float32)
 
 
 @jit_class
