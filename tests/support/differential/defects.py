@@ -163,7 +163,7 @@ def counted_undivided(value, weight):
 
 
 def divided_by_the_first(self, totals, weights, *batch):
-    return _train_weighed(self, ops.zeros_like(totals) + totals[0], weights, *batch)
+    return _train_weighed(self, totals * 0 + totals[0], weights, *batch)
 
 
 # Evaluation and rates.
