@@ -77,6 +77,8 @@ _RESUMED = ("the checkpoint was saved after {} microbatches of epoch {} (counted
             "epoch to epoch(batches, resume=True), which skips these; or only the others, with resume=False")
 _LEFT = ("the last loop was left in epoch {} (counted from 0) after {} microbatches, so it is not known whether the "
          "epoch goes on; leave out resume to begin the next one, or give resume=False and only its other batches")
+_OTHER_LOOP = ("another loop over epoch has begun, of this step or of one that shares its accumulator, so this one "
+               "cannot go on; train on the batches of both in one loop, or by single calls")
 _OTHER_RANKS = ("the checkpoint was saved in the middle of an epoch with another number of ranks or another "
                 "DataParallel, so it does not know which batches this rank has trained; give resume=False, and only "
                 "batches that no rank has trained")
@@ -154,6 +156,7 @@ class Boundary:
         trained: Number of microbatches trained in this epoch. All four are right while `is_known`, for a train step;
             a cell does not count.
         apart: Number of microbatches that have no place in an epoch; see `begin`.
+        loop: Number of loops over an epoch that have begun.
         is_driven: Whether a train step or a cell fills the accumulator; then nothing can be added by hand.
         eager: Whether the host runs op by op.
         generation: How often all graphs were forgotten.
@@ -179,9 +182,10 @@ class Boundary:
         self._empty_before = 0  # such windows of the run that was loaded
         self._dropped = 0  # windows dropped in a row
         self._unread = 0  # microbatches of a cell since the last read of skips
-        self.held = self.updates = self.epochs = self.trained = self.apart = 0
+        self.held = self.updates = self.epochs = self.trained = self.apart = self.loop = 0
         self._has_epochs = False  # whether a loop over an epoch has begun, also in the run that was loaded
         self._place: Optional[tuple[int, int]] = None  # epochs and trained before a microbatch that has no place
+        self._is_moved = False  # whether a checkpoint was loaded since it has begun, or gone on
         self._is_loaded = False  # whether a checkpoint was loaded, and nothing was trained since
         self._has_place = True  # whether it says what this rank has trained
         self._is_interrupted = False  # whether the last loop over an epoch was
@@ -376,7 +380,7 @@ class Boundary:
         self.require_same_memory()
         status = self.status()
         trained = self._trained_of(status)
-        was_left, self._is_in_epoch = self._is_in_epoch, True
+        was_left, self._is_in_epoch, self._is_moved, self.loop = self._is_in_epoch, True, False, self.loop + 1
         if resume is None or trained == 0:
             if trained > 0 and self._is_loaded:
                 raise RuntimeError(_RESUMED.format(trained, status.epochs))
@@ -419,9 +423,21 @@ class Boundary:
         """Return how many microbatches are trained again by an epoch that goes on; see `begin_epoch`."""
         return status.mini_step if closed and not self.window.may_skip else 0
 
-    def note_interrupted(self) -> None:
-        """Note that an error or an interrupt has ended a loop over an epoch, which may go on."""
-        self._is_interrupted = True
+    def go_on(self, loop: int, place: tuple[int, int]) -> None:
+        """Go on with a loop over an epoch, of this number and at this place, after its body was run.
+
+        If the body has loaded a checkpoint, the place in it is not that of the next batch. Raise RuntimeError if
+        another loop has begun.
+        """
+        if loop != self.loop:
+            raise RuntimeError(_OTHER_LOOP)
+        if self._is_moved:
+            self._set_place(*place)
+            self._is_moved, self._is_loaded, self._has_epochs, self._is_in_epoch = False, False, True, True
+
+    def note_interrupted(self, loop: int) -> None:
+        """Note that an error or an interrupt has ended this loop over an epoch, which may go on."""
+        self._is_interrupted = loop == self.loop
 
     def end_epoch(self, is_empty: bool = False) -> None:
         """Count an epoch, if anything was trained in it, or if it is known to be empty."""
@@ -721,7 +737,7 @@ class Boundary:
         self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
         self._empty_before = int(window.empty_windows)
         self._is_ended = self._is_in_epoch = False
-        self._has_epochs, self._place = int(window.place[0]) > 0, None
+        self._has_epochs, self._place, self._is_moved = int(window.place[0]) > 0, None, True
 
     @property
     def gives_back(self) -> bool:

@@ -284,6 +284,7 @@ class WindowLog(Callback):
         self._recalled: Optional[Logged] = None  # of the last checkpoint that was loaded
         self._losses: list[tuple[tuple, tuple]] = []  # of each microbatch: its losses and their weights
         self._weight, self._trained, self._closed, self._held, self._skipped = 0.0, 0, 0, 0, 0
+        self._before = 0  # epochs before `Model.train` was called
 
     def __call__(self, train_step: TrainStep, loss: Any = None) -> None:
         """Record the loss of a microbatch, after the call that trained it, and log its window if it was closed.
@@ -350,7 +351,9 @@ class WindowLog(Callback):
         """Remember the state of the accumulator, and begin the file."""
         self._since = perf_counter()
         self._begin(_one_cell(self, run_context).accumulator)
-        self._begin_file(self._accumulator.status(), False)
+        status = self._accumulator.status()
+        self._before = status.epochs
+        self._begin_file(status, False)
 
     def _begin(self, accumulator: Accumulator) -> None:
         self._accumulator, self._optimizer = accumulator, accumulator.optimizer
@@ -394,7 +397,7 @@ class WindowLog(Callback):
         """
         if not self._taken:
             self._taken, context = True, run_context.original_args()
-            self._place = context.cur_epoch_num, context.cur_step_num
+            self._place = self._before + context.cur_epoch_num, context.cur_step_num
             self._count(context.net_outputs)
         self._log_closed()
 

@@ -228,7 +228,7 @@ class WeighedPieces(Pieces):
     def __init__(self, boundary: Boundary, loss: SeveralLosses, samples: int, cut: Cut, pieces: int,
                  inputs: Optional[Inputs] = None) -> None:
         super().__init__(boundary, loss, samples, cut, pieces, loss.losses, inputs)
-        self._weigh, self._is_whole = None, pieces == len(self.starts) == 1  # type: Optional[Callable], bool
+        self._weigh: Optional[Callable] = None
         if loss.weight_fn is not None:
             self._weigh = boundary.compiled(Weights(loss, cut, self.starts), inputs)
 
@@ -245,18 +245,12 @@ class WeighedPieces(Pieces):
     def __call__(self, totals: np.ndarray, weights: np.ndarray, *batch: Any) -> Any:
         """Add a microbatch of a window with these totals. Return the losses, or `(losses, aux)`."""
         keys = [(rows, *(of_piece != 0).tolist()) for (_, rows), of_piece in zip(self.starts, weights)]
-        numbers = [Tensor(numbers_of(self.loss, of_piece.astype(np.float32), totals)) for of_piece in weights]
-        if self._is_whole:
-            return self.graph(*keys[0])(*numbers, *batch)
-        return self.run(keys, [(each,) for each in numbers], batch)
+        numbers = [(Tensor(numbers_of(self.loss, of_piece.astype(np.float32), totals)),) for of_piece in weights]
+        return self.run(keys, numbers, batch)
 
     def piece(self, rows: int, *present: bool) -> Callable:
-        """Return what adds a piece of `rows` samples in which these losses have a weight; see `Pieces.piece`.
-
-        If the batch is not cut, it adds the batch: `(numbers, *batch)` -> what a call returns.
-        """
-        piece = WeighedPiece(self.loss, self.cut, rows, present)
-        return piece.whole if self._is_whole else piece
+        """Return what adds a piece of `rows` samples in which these losses have a weight."""
+        return WeighedPiece(self.loss, self.cut if len(self.starts) > 1 else None, rows, present)
 
 
 def numbers_of(loss: Loss, weights: np.ndarray, totals: np.ndarray) -> np.ndarray:
@@ -274,9 +268,9 @@ def numbers_of(loss: Loss, weights: np.ndarray, totals: np.ndarray) -> np.ndarra
 
 @jit_class
 class WeighedPiece:
-    """Add a piece. A loss of weight 0 in it is left out: a mean over nothing is 0/0."""
+    """Add a piece. A loss of weight 0 in it is left out: a mean over nothing is 0/0. `cut`: see `Evaluated`."""
 
-    def __init__(self, loss: Loss, cut: Cut, rows: int, present: tuple[bool, ...]) -> None:
+    def __init__(self, loss: Loss, cut: Optional[Cut], rows: int, present: tuple[bool, ...]) -> None:
         self.loss, self.window, self.cut, self.rows, self.count = loss, loss.window, cut, rows, len(present)
         self.places = places_of(rows)
         self.counts = [t for t in range(len(present)) if present[t]]
@@ -295,28 +289,19 @@ class WeighedPiece:
             self.loss.stream.start()
         return after(self.window.begin(total), total), as_vector(losses), aux
 
-    def whole(self, numbers: Tensor, *batch: Any) -> Any:
-        """Add a microbatch that is not cut; see `WeighedPieces`. Return the losses, or `(losses, aux)`."""
-        losses, weights, aux = self.added(numbers, batch, 1)
-        means = as_numbers(counted(losses, weights) / divisor(weights), self.count)
-        return (means, aux) if self.loss.has_aux else means
-
     def __call__(self, start: Tensor, totals: Tensor, numbers: Tensor, *batch: Any) -> Any:
         """Add a piece, given its numbers. See `Piece`."""
-        losses, weights, aux = self.added(numbers, select_rows(start + self.places, self.cut, batch), 0)
-        if self.loss.has_aux:
-            aux = checked_aux(aux, self.rows, self.loss.batch_axis)
-        totals = totals + concat((counted(losses, weights), weights))
-        return (totals, weights[:1], aux) if self.loss.has_aux else totals
-
-    def added(self, numbers: Tensor, piece: tuple, ends: int) -> tuple[Tensor, Tensor, Any]:
-        """Add a piece. Return its losses and weights, `(losses,)`, after that, and aux. `ends`: see `Window.add`."""
+        piece = batch if self.cut is None else select_rows(start + self.places, self.cut, batch)
         weights = numbers[self.count:2 * self.count]
         unit = None if self.window.looks_at_gradients else self.window.unit if self.counts else 0.0  # see `Window.add`
         (total, losses, aux), gradients = self.loss.differentiated(self.grad_fn, unit, numbers[:self.count], *piece)
         losses = losses / divisor(weights) if self.loss.is_sum else losses
-        active = self.window.add(gradients, numbers[2 * self.count], unit, ends=ends)
-        return ops.depend(losses, (total, active)), weights, aux
+        if self.loss.has_aux:
+            aux = checked_aux(aux, self.rows, self.loss.batch_axis)
+        active = self.window.add(gradients, numbers[2 * self.count], unit)
+        losses = ops.depend(counted(losses, weights), total)
+        totals = ops.depend(totals + concat((losses, weights)), active)
+        return (totals, weights[:1], aux) if self.loss.has_aux else totals
 
 
 @jit_class

@@ -213,6 +213,9 @@ class TrainStep(Uncopied):
         An error while reading a batch is raised after the loss of the previous batch was yielded. If you leave the loop
         at that loss, it is not raised.
 
+        `load_checkpoint` in the loop's body changes what is trained, but not the place: the loop goes on with its next
+        batch.
+
         Leaving the loop early (`break`, an error) leaves the window open: the next epoch continues it, `flush()`
         applies it, `accumulator.reset()` drops it. With several ranks, the numbers of batches may differ: a rank that
         runs out of data takes part in the windows of the others with weight 0, and yields its last loss when all ranks
@@ -238,8 +241,8 @@ class TrainStep(Uncopied):
                 optimizer was built, if the optimizer's list of learning rates has no rate for the next update, or if
                 there are fewer batches than were trained before.
             RuntimeError: After `load_checkpoint` in the middle of an epoch, if `resume` is not given; with
-                `resume=True`, if the last loop was left by `break`. With several losses, if the last loop left a window
-                open. Also if called in a compiled function.
+                `resume=True`, if the last loop was left by `break`. If this loop is to go on after another one has
+                begun. With several losses, if the last loop left a window open. Also if called in a compiled function.
         """
         require_python("epoch of a train step", COMPILES)
         return Epoch(self._epoch(batches, resume), "train_step", "loss", batches, partial(self._skips, resume))
@@ -253,22 +256,24 @@ class TrainStep(Uncopied):
         require_batched(batches)
         require_trainable(self.accumulator.weights)
         require_rates(optimizer)
-        skip = self._begin_epoch(resume)
-        last, batches = False, without_first(skip, batches)
+        skip, boundary = self._begin_epoch(resume), self.boundary
+        loop, last, batches = boundary.loop, False, without_first(skip, batches)
         try:
             for result, last in self._train_each(map(as_arguments, batches)):
                 if last:
                     self._flush_after_last()
+                place = boundary.epochs, boundary.trained
                 yield result
+                boundary.go_on(loop, place)
             if not last:  # there was no batch: take part in the windows of other ranks
                 if skip == 0:
                     warn_of_no_batch("train_step")
                 self._flush(ends_epoch=True)
-            self.boundary.end_epoch(is_empty=not last)
+            boundary.end_epoch(is_empty=not last)
         except GeneratorExit:  # the loop was left
             raise
         except BaseException:
-            self.boundary.note_interrupted()
+            boundary.note_interrupted(loop)
             raise
 
     def _begin_epoch(self, resume: Optional[bool]) -> int:

@@ -373,6 +373,20 @@ def test_a_log_whose_run_goes_back_in_one_process_has_the_rows_of_a_new_start(lo
         (1, 1), (1, 2), (1, 3), (1, 2), (1, 3), (2, 4), (2, 5), (2, 6)]
 
 
+def test_epochs_are_counted_over_calls_of_model_train():
+    """As a run that is resumed trains. Controls: one call; without `FlushCallback`, nobody says that an epoch ends."""
+    def epochs(calls, *others):
+        (_, cell), rows = make_cell(accumulate_step=2), []
+        for each in calls:
+            Model(cell).train(each, dataset_of(batches([6] * 3)), dataset_sink_mode=False,
+                              callbacks=[*others, WindowLog(rows.append)])
+        cell.accumulator.reset()
+        return [row["epoch"] for row in rows]
+
+    assert epochs([1, 1, 2], FlushCallback()) == epochs([4], FlushCallback()) == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert epochs([1, 1, 2]) == [1, 1, 1, 1, 2, 2]
+
+
 @pytest.mark.parametrize("driver", ["a new log", "a told log", "the same log", "Model"])
 @pytest.mark.parametrize("held", [1, 2])
 def test_a_window_that_goes_on_after_a_resume_reports_its_whole_loss(driver, held, monkeypatch):

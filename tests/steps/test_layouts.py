@@ -59,7 +59,6 @@ FAST = [(WHOLE, {"add", "update", "close_with_update"})]
 OTHERS = [(JUDGED, {"Piece", "End", "counts_and_verdict", "close_with_update", "close_without_update"}),
           (cached, {"encode", "first", "backward", "end_and_count", "close_with_update"}),
           (SKIPPED, {"add", "close_with_update"}), (BUDGET, {"add", "close_with_update"}),
-          (step_of(with_two, 2, losses=2), {"whole", "close_with_update"}),
           (LOSSES, {"Weights", "WeighedPiece", "End", "counts", "close_with_update"})]
 
 

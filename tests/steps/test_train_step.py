@@ -346,6 +346,56 @@ def test_what_is_trained_beside_an_epoch_has_no_place_in_it(mode, way, saves, mo
         assert difference_of_resumed() != (0, 0)
 
 
+@pytest.mark.parametrize("mode", ["pynative", pytest.param("jit", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("at", [4, 5])
+def test_a_load_in_the_body_of_a_loop_leaves_its_place(mode, at, monkeypatch, tmp_path):
+    """A run goes back to its best weights, and on with its next batch; also after the last batch of an epoch. It ends
+    with the same bits when it is stopped and resumed. Control: the place is that in the file.
+    """
+    data, best = [tensors(*batch) for batch in batches([6, 5, 4, 6, 3])], tmp_path / "best.safetensors"
+    path = tmp_path / "run.safetensors"
+
+    def trained(step, stops=False):
+        for epoch in range(step.epochs, 2):
+            for _ in step.epoch(data, resume=True):
+                if (epoch, step.trained) == (0, 3):
+                    save_checkpoint(best, network_of(step), step)
+                if (epoch, step.trained) == (1, at):
+                    load_checkpoint(best, network_of(step), step)
+                elif (epoch, step.trained) == (1, 5) and stops:
+                    return save_checkpoint(path, network_of(step), step)
+            if epoch == 1 and stops:
+                return save_checkpoint(path, network_of(step), step)
+        return step.epochs, values(step.accumulator.weights)
+
+    def resumed():
+        step = step_of(2)
+        trained(step, stops=True)
+        step = step_of(2)
+        load_checkpoint(path, network_of(step), step)
+        return trained(step)
+
+    epochs, weights = trained(step_of(2))
+    assert (epochs, difference(resumed()[1], weights)) == (2, 0)
+    monkeypatch.setattr(Boundary, "go_on", lambda *_: None)
+    assert trained(step_of(2))[0] == resumed()[0] == 1 or difference(resumed()[1], weights) > 1e-3
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_a_loop_does_not_go_on_after_another_has_begun():
+    """Its batches would count in the other's epoch. Control: after single calls, it goes on."""
+    data, step = [tensors(*batch) for batch in batches([6] * 5)], step_of(2)
+    old = step.epoch(data)
+    next(old)
+    step(*data[0])
+    assert len([*islice(old, 2)]) == 2
+    new = step.epoch(data)
+    next(new)
+    with pytest.raises(RuntimeError, match="another loop over epoch has begun, of this step or of one that shares its"):
+        next(old)
+    assert (len(list(new)), step.epochs) == (4, 2)
+
+
 @pytest.mark.usefixtures("uncompiled")
 def test_a_call_beside_an_epoch_that_was_interrupted_leaves_its_place(monkeypatch, tmp_path):
     """In the file of a handler, too. Control: the device had counted it."""
