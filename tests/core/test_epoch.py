@@ -73,7 +73,7 @@ def test_an_epoch_without_a_batch_is_warned_of(owner, build, empty):
 def test_an_epoch_that_is_resumed_after_its_last_batch_is_not_empty():
     train_step = of_a_step()
     train_step(*BATCHES[0])
-    train_step.boundary.note_interrupted()
+    train_step.boundary.note_interrupted(train_step.boundary.loop)
     assert said(lambda: list(train_step.epoch(BATCHES[:1], resume=True))) == []
     assert train_step.updated
 
@@ -136,7 +136,7 @@ def test_an_epoch_that_goes_on_has_the_length_of_the_rest(build, rest):
     driver, data = build(), [*BATCHES, *BATCHES]
     for _, _ in zip(range(3), driver.epoch(data)):
         pass
-    driver.boundary.note_interrupted()
+    driver.boundary.note_interrupted(driver.boundary.loop)
     epoch = driver.epoch(data, resume=True)
     found = [len(epoch), *(len(epoch) for _ in epoch), len(epoch)]
     assert found == [rest] * (rest + 2)
