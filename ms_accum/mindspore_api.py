@@ -239,13 +239,15 @@ def record_again(runs_op_by_op: bool) -> bool:
 
 @contextmanager
 def unrecorded() -> Iterator[None]:
-    """Record nothing in the block. It holds no optimizer, for which this is not enough; see `stop_recording`."""
-    was_on = is_enabled()
+    """Record nothing in the block."""
+    stopped = len(_stopped)
     try:
-        enable(False)
+        stop_recording(True)
         yield
     finally:
-        enable(was_on)
+        if len(_stopped) > stopped:
+            record_if(_stopped[stopped])
+            del _stopped[stopped:]
 
 
 def backward(loss: Any, parameters: Any = None) -> None:
