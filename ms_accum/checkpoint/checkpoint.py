@@ -231,7 +231,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             entries, about = _described_by_rank_0(entries, about)
         found, notes = _together(ranks, lambda: run.checked(path, entries, about, keep_rates), CheckpointError)
         own = partial(_own, about, rank if run.exchanged_alike(about) else 0)
-        with boundary.loading(about["open"], run.exchanged_alike(about), own("losses")):
+        with boundary.loading(about["open"], run.exchanged_alike(about), own("losses"), about.get("loops", False)):
             for name, entry in found.items():
                 run.take(name, _value(entry, ranks))
                 # Otherwise MindSpore queues the entries, and holds several. Operations run in order, so that the entry
@@ -336,7 +336,7 @@ class _State:
         self.given = boundary.given
         self.reached = {name: text for name, text in rate_texts(optimizer).items()
                         if self.given.get(name, {}).get(name, text) != text}
-        self.losses = boundary.losses()
+        self.losses, self.loops = boundary.losses(), boundary.has_epochs
 
     def warn_of_unsaved(self) -> None:
         """Warn if a layer in training mode has state, such as BatchNorm's statistics, that the file does not hold."""
@@ -371,7 +371,7 @@ class _State:
         left_out = self.divided.keys() | (set() if is_open else self.of_window - {_UNIT})
         entries = {name: p.asnumpy() for name, p in self.entries.items() if name not in left_out}
         about = {**self.settings, "open": is_open, "extra": extra, "given": self.given, "reached": self.reached,
-                 "of_stages": self.of_stages, "losses": self.losses if is_open else ()}
+                 "of_stages": self.of_stages, "losses": self.losses if is_open else (), "loops": self.loops}
         if ranks > 1:
             self._gather(part, entries, about)
         return entries, about

@@ -157,6 +157,7 @@ class Boundary:
             a cell does not count.
         apart: Number of microbatches that have no place in an epoch; see `begin`.
         loop: Number of loops over an epoch that have begun.
+        has_epochs: Whether there was one, also in the run that was loaded.
         is_driven: Whether a train step or a cell fills the accumulator; then nothing can be added by hand.
         eager: Whether the host runs op by op.
         generation: How often all graphs were forgotten.
@@ -183,7 +184,7 @@ class Boundary:
         self._dropped = 0  # windows dropped in a row
         self._unread = 0  # microbatches of a cell since the last read of skips
         self.held = self.updates = self.epochs = self.trained = self.apart = self.loop = 0
-        self._has_epochs = False  # whether a loop over an epoch has begun, also in the run that was loaded
+        self.has_epochs = False
         self._place: Optional[tuple[int, int]] = None  # epochs and trained before a microbatch that has no place
         self._is_moved = False  # whether a checkpoint was loaded since it has begun, or gone on
         self._is_loaded = False  # whether a checkpoint was loaded, and nothing was trained since
@@ -241,7 +242,7 @@ class Boundary:
             self._is_doubled = False
         self.ask()
         known, self._is_ended, self._place = self._missing, False, None
-        if in_epoch or not self._has_epochs:
+        if in_epoch or not self.has_epochs:
             self._is_loaded = self._is_interrupted = False
         else:
             self._place = self.epochs, self.trained
@@ -386,13 +387,13 @@ class Boundary:
                 raise RuntimeError(_RESUMED.format(trained, status.epochs))
             if was_left and resume is None:
                 self.window.exchange.end_round()
-            if self._has_epochs:
+            if self.has_epochs:
                 self.end_epoch()  # if the last loop was left early
             else:  # what single calls have trained before is no epoch
                 self._set_place(status.epochs, 0)
-            self._has_epochs = True
+            self.has_epochs = True
             return 0
-        self._has_epochs = True
+        self.has_epochs = True
         if not resume:
             return 0
         if not (self._is_loaded or self._is_interrupted):
@@ -417,7 +418,7 @@ class Boundary:
     def _trained_of(self, status: Status) -> int:
         """Return the number of microbatches trained in an epoch; 0 if a call has only compiled, and was reset."""
         left_nothing = status.closed_windows == status.mini_step == status.skipped == 0
-        return 0 if left_nothing and not self._has_epochs else status.trained
+        return 0 if left_nothing and not self.has_epochs else status.trained
 
     def _again(self, status: Status, closed: bool) -> int:
         """Return how many microbatches are trained again by an epoch that goes on; see `begin_epoch`."""
@@ -433,7 +434,7 @@ class Boundary:
             raise RuntimeError(_OTHER_LOOP)
         if self._is_moved:
             self._set_place(*place)
-            self._is_moved, self._is_loaded, self._has_epochs, self._is_in_epoch = False, False, True, True
+            self._is_moved, self._is_loaded, self.has_epochs, self._is_in_epoch = False, False, True, True
 
     def note_interrupted(self, loop: int) -> None:
         """Note that an error or an interrupt has ended this loop over an epoch, which may go on."""
@@ -713,12 +714,13 @@ class Boundary:
         self.saved = int(self.window.closed_windows), int(self.window.mini_step)
 
     @contextmanager
-    def loading(self, is_open: bool, has_place: bool = True, losses: tuple = ()) -> Iterator[None]:
+    def loading(self, is_open: bool, has_place: bool = True, losses: tuple = (), has_epochs: bool = False
+                ) -> Iterator[None]:
         """Mark that the block loads a checkpoint, so that a load that was interrupted raises an error at the next call.
 
         `is_open`: whether the checkpoint holds an open window. If not, buffers that have no memory yet get none.
         `has_place`: whether it holds this rank's own place in the epoch, not that of rank 0 in another exchange.
-        `losses`: those of the open window; see `Logged`.
+        `losses`: those of the open window; see `Logged`. `has_epochs`: whether its run has looped over an epoch.
         """
         window = self.window
         self.forget()
@@ -737,7 +739,8 @@ class Boundary:
         self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
         self._empty_before = int(window.empty_windows)
         self._is_ended = self._is_in_epoch = False
-        self._has_epochs, self._place, self._is_moved = int(window.place[0]) > 0, None, True
+        # Older files do not say whether there was a loop.
+        self.has_epochs, self._place, self._is_moved = has_epochs or int(window.place[0]) > 0, None, True
 
     @property
     def gives_back(self) -> bool:

@@ -417,8 +417,15 @@ def test_a_call_beside_an_epoch_that_was_interrupted_leaves_its_place(monkeypatc
     assert (step.epochs, step.trained) == (0, 2)
     step = step_of(3)
     load_checkpoint(path, network_of(step), step)
+    step(*data[0])
     assert step.trained == 2
     assert len(list(step.epoch(data, resume=True))) == 3
+    alone = step_of(3)  # single calls count where there was no loop
+    alone(*data[0])
+    save_checkpoint(path, network_of(alone), alone)
+    load_checkpoint(path, network_of(alone), alone)
+    alone(*data[0])
+    assert alone.trained == 2
 
 
 @pytest.mark.usefixtures("uncompiled")
