@@ -407,6 +407,7 @@ class Boundary:
             self.window.mark_emptying()  # an interrupt here leaves a mark: neither of the two may be done alone
             self._set_place(status.epochs, trained)
             self.window.reset()
+            self.logged = self.recalled = Logged(status.closed_windows, trained=trained)  # of a window that begins anew
             self.forget()
         return trained
 

@@ -213,8 +213,8 @@ class TrainStep(Uncopied):
         An error while reading a batch is raised after the loss of the previous batch was yielded. If you leave the loop
         at that loss, it is not raised.
 
-        `load_checkpoint` in the loop's body changes what is trained, but not the place: the loop goes on with its next
-        batch.
+        After `load_checkpoint` in the loop's body, the loop goes on with its next batch, and from then on `trained` is
+        again that of the loop. A save before that holds the place that the file had.
 
         Leaving the loop early (`break`, an error) leaves the window open: the next epoch continues it, `flush()`
         applies it, `accumulator.reset()` drops it. With several ranks, the numbers of batches may differ: a rank that

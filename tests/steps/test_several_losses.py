@@ -5,7 +5,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from support.layers import Adds
 from support.training import LOSS, sgd
 
-from ms_accum import Accumulator, check_equivalence, make_train_step
+from ms_accum import Accumulator, WindowLog, check_equivalence, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.selftest.comparing import difference, relative, values
 from ms_accum.selftest.modes import running
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
@@ -98,6 +98,35 @@ def test_a_skipped_microbatch_leaves_the_update_of_the_others(mode):
         assert difference(unmoved, values(MLP().trainable_params())) == 0
         assert np.isnan(trained((0, 1, 2))[0][0]).any()
     assert before.update_step == 1
+
+
+@pytest.mark.usefixtures("compiled_if_slow")
+@pytest.mark.parametrize("saved", range(3, 7))
+def test_a_log_does_not_count_a_window_twice_that_is_trained_again(saved, tmp_path):
+    """An open window of a file is dropped, and what the log had seen of it. Control: the latter is kept."""
+    data, path = [tensors(*batch) for batch in batches([6, 2, 4, 5, 3, 6, 1])], tmp_path / "run.safetensors"
+
+    def rows_of(stops=False, loads=False, keeps=False):
+        network, rows = MLP(), []
+        step, log = make_train_step(both_means_of(network), sgd(network), 3, losses=2), WindowLog(rows.append)
+        if loads:
+            load_checkpoint(path, network, step)
+        held = step.boundary.recalled
+        for loss in step.epoch(data, resume=loads or None):
+            if keeps:
+                step.boundary.recalled = held
+            log(step, loss)
+            if stops and step.trained == saved:
+                save_checkpoint(path, network, step)
+                break
+        step.accumulator.reset()
+        return np.array([[row["update_step"], row["weight"], row["loss"]] for row in rows])
+
+    whole = rows_of()[saved // 3:]
+    rows_of(stops=True)
+    assert rows_of(loads=True) == pytest.approx(whole, rel=1e-6)
+    if saved == 4:  # if the file held more, the log notices
+        assert rows_of(loads=True, keeps=True) != pytest.approx(whole, rel=1e-2)
 
 
 @pytest.mark.usefixtures("compiled_if_slow")
