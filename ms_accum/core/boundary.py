@@ -186,7 +186,7 @@ class Boundary:
         self.held = self.updates = self.epochs = self.trained = self.apart = self.loop = 0
         self.has_epochs = False
         self._place: Optional[tuple[int, int]] = None  # epochs and trained before a microbatch that has no place
-        self._is_moved = False  # whether a checkpoint was loaded since it has begun, or gone on
+        self._is_moved = False  # whether a checkpoint was loaded since the last loop has begun, or gone on
         self._is_loaded = False  # whether a checkpoint was loaded, and nothing was trained since
         self._has_place = True  # whether it says what this rank has trained
         self._is_interrupted = False  # whether the last loop over an epoch was
@@ -439,7 +439,8 @@ class Boundary:
 
     def note_interrupted(self, loop: int) -> None:
         """Note that an error or an interrupt has ended this loop over an epoch, which may go on."""
-        self._is_interrupted = loop == self.loop
+        if loop == self.loop:
+            self._is_interrupted = True
 
     def end_epoch(self, is_empty: bool = False) -> None:
         """Count an epoch, if anything was trained in it, or if it is known to be empty."""

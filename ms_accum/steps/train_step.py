@@ -160,9 +160,8 @@ class TrainStep(Uncopied):
         """Return the number of microbatches trained since the epoch began; without epochs, by all calls.
 
         Once there was a loop over `epoch`, calls beside it do not count: a batch that is trained again, a step that
-        shares the accumulator.
-        It is part of a checkpoint. After an error or an interrupt it is read from the device: it may be one more than
-        the number of losses yielded.
+        shares the accumulator. It is part of a checkpoint. After an error or an interrupt it is read from the device:
+        it may be one more than the number of losses yielded.
         """
         return self.boundary.trained if self.boundary.is_known else self.status().trained
 

@@ -378,7 +378,7 @@ def test_a_load_in_the_body_of_a_loop_leaves_its_place(mode, at, monkeypatch, tm
     epochs, weights = trained(step_of(2))
     assert (epochs, difference(resumed()[1], weights)) == (2, 0)
     monkeypatch.setattr(Boundary, "go_on", lambda *_: None)
-    assert trained(step_of(2))[0] == resumed()[0] == 1 or difference(resumed()[1], weights) > 1e-3
+    assert trained(step_of(2))[0] == 1
 
 
 @pytest.mark.usefixtures("uncompiled")
