@@ -429,6 +429,10 @@ class _State:
                    for name, text in about.get("reached", {}).items() if name in given}
         notes += [note for name in of_script
                   for note in changes(name, reached.get(name, given.get(name, {})), self.given.get(name, {}))]
+        # A rate lowered before a return to the best file: the file's holds again.
+        notes += [f"{name} {text} -> {value} (set it again after the load)" for name, text in self.reached.items()
+                  if name not in of_script and f"optimizer:{name}" in found
+                  and text != (value := about.get("reached", {}).get(name, given[name].get(name)))]
         alike = self.exchanged_alike(about)
         ignored = {_TORN} if alike else {_TORN, _UNIT}
         if keep_rates:

@@ -340,7 +340,7 @@ def test_an_optimizer_of_ones_own_may_hold_anything():
 @pytest.mark.parametrize("driver", ["step", "hand"])
 def test_a_rate_that_the_training_has_changed_goes_on(driver, compiled_if_slow):
     """A plateau rule: resumed by the same script, bit-identical and without a note; a new rate counts, also one that is
-    assigned before the load. Control: the initial rate."""
+    assigned before the load, but not in a run that has trained, and a note says so. Control: the initial rate."""
     def train(network, train_step, microbatches):
         if driver == "step":
             return moved(network, train_step, microbatches)
@@ -368,6 +368,12 @@ def test_a_rate_that_the_training_has_changed_goes_on(driver, compiled_if_slow):
         assert loaded(network, train_step) == (
             "" if expected == 0.025 else f"learning_rate 0.1 (0.025 when it was saved) -> {expected}")
         assert train(network, train_step, 2) == expected
+    network, train_step, optimizer = make(0.1)
+    train(network, train_step, 2)
+    for lowered, note in ((0.05, "learning_rate 0.05 -> 0.025 (set it again after the load)"), (0.025, "")):
+        ops.assign(optimizer.learning_rate, lowered)  # before a return to the best file
+        assert loaded(network, train_step) == note
+        assert train(network, train_step, 2) == 0.025
 
 
 def scaler(value=256, factor=2):
