@@ -86,7 +86,7 @@ def resumed():
 def replacements():
     """The code in the last column of the table of other-libraries.md."""
     lines = [line for line in PAGES["other-libraries"].splitlines() if line.startswith("| ") and line.count("|") == 4]
-    assert len(lines) == 11
+    assert len(lines) == 12
     spans = [span for line in lines[1:] for span in re.findall(r"`([^`]+)`", line.split("|")[3])]
     lines = [span for span in spans if span not in ("loss / 4", "sync_gradients")]
     assert len(lines) > 10
