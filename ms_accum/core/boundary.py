@@ -1,10 +1,13 @@
 """The boundary: decide on the host when the window of a train step closes, and close it, by graphs or op by op.
 
 In a cell, and with an Accumulator by hand, the device decides; the host only closes a full window that an interrupt has
-left. For a train step, the host counts down. It reads the device only where it cannot know: when a window should be
-full, if a stage may skip a microbatch or drop a window; after each microbatch, if a weight closes windows
-(`until_weight`); when an epoch begins; and before the next microbatch after an error, a load, a flush, or a window that
-was closed by hand. In a cell, it reads after each microbatch with `max_skips`, and after each 64th with other stages.
+left. For a train step, the host counts down. It reads the device only where it cannot know:
+
+- when a window should be full, if a stage may skip a microbatch or drop a window;
+- after each microbatch, if a weight closes windows (`until_weight`);
+- when an epoch begins;
+- before the next microbatch after an error, a load, a flush, or a window that was closed by hand;
+- in a cell, after each microbatch with `max_skips`, else after each 64th if there are stages, to warn of skips.
 
     begin:   count known? ─ no ─► read the device, close the window if it is full
                   │ yes
@@ -55,9 +58,10 @@ _DRIVEN = ("a train step or a cell fills this accumulator, so nothing can be add
            "an Accumulator of its own")
 _TORN_BATCH = ("the open window may hold only some pieces of a batch, because an error or an interrupt stopped the "
                "others; call accumulator.reset(), which drops the open window, and continue with the next batch")
-_TORN_UPDATE = ("an error or an interrupt stopped an update, so it may have changed only some of the parameters; load "
-                "a checkpoint, on all ranks, or, on one device, call accumulator.reset(), which drops the window; in a "
-                "function given as after_update, the update has not ended: save in train_step.on_update instead")
+_TORN_UPDATE = ("an error or an interrupt stopped an update, so it may have changed only some of the parameters (or it "
+                "stopped a reset or a load); load a checkpoint, on all ranks, or, on one device, call "
+                "accumulator.reset(), which drops the window; in a function given as after_update, the update has not "
+                "ended: save in train_step.on_update instead")
 _REPLACED = ("{} was given new memory after the training had begun (by load_param_into_net or set_data), but compiled "
              "graphs keep the old one: what was trained since then is not in the network; load weights with "
              "ms_accum.load_weights, or assign them with ops.assign, and build the optimizer and the train step again")
@@ -150,11 +154,9 @@ class Boundary:
         max_skips: The number of skips in a row that raise no error; None: any number.
 
     Attributes:
-        held: Number of microbatches in the open window; at most, because some may have been skipped.
-        updates: Number of updates done.
-        epochs: Number of epochs finished.
-        trained: Number of microbatches trained in this epoch. All four are right while `is_known`, for a train step;
-            a cell does not count.
+        held, updates, epochs, trained: Number of microbatches in the open window (at most, because some may have been
+            skipped), of updates done, of epochs finished, and of microbatches trained in this epoch. They are right
+            while `is_known`, for a train step; a cell does not count.
         apart: Number of microbatches that have no place in an epoch; see `begin`.
         loop: Number of loops over an epoch that have begun.
         has_epochs: Whether there was one, also in the run that was loaded.
@@ -166,8 +168,8 @@ class Boundary:
 
     def __init__(self, window: Window, settings: dict[str, str], max_skips: Optional[int] = None) -> None:
         self.window, self.settings, self.max_skips, self.is_driven = window, settings, max_skips, False
-        # Otherwise, only the device knows whether a microbatch counted, or a window was applied.
-        self._is_exact = not (window.may_skip or window.may_drop) and window.length.budget is None
+        # Whether the host's countdown is enough: no microbatch can be skipped, no window dropped or closed by a weight.
+        self._counts_alone = not (window.may_skip or window.may_drop) and window.length.budget is None
         self._filled_by_hand = self._closed_in_graphs = self.has_own_graphs = False
         self.eager, self._graphs = True, {}  # type: bool, dict[str, Callable]
         self.generation = 0
@@ -193,7 +195,7 @@ class Boundary:
         self._may_be_full = False  # whether a call by hand has begun and has not ended: it may have been interrupted
         self._is_in_epoch = False  # whether a loop over an epoch has begun, and no flush has ended since
         self._is_ended = False  # whether the flush of an epoch was the last thing that happened
-        self._after_update: list[tuple[int, Callable[[], object]]] = []
+        self._on_update: list[tuple[int, Callable[[], object]]] = []
         self.forget()
         register(window.number, self)
 
@@ -246,8 +248,8 @@ class Boundary:
             self._is_loaded = self._is_interrupted = False
         else:
             self._place = self.epochs, self.trained
-        self.forget()  # until `end`: an error or an interrupt in between forces a read
-        self._is_forgotten = False
+        self.forget()  # `end` sets the counts again: after an error or an interrupt in between, the next call reads
+        self._is_forgotten = False  # what comes from here on and forgets, such as a load, holds in `end`, too
         self._has_fixed_length = missing is not None
         missing = known if missing is None else missing
         assert missing is not None
@@ -272,7 +274,7 @@ class Boundary:
         elif missing > 1:
             self.held, self._missing = self.held + 1, missing - 1
             return False
-        elif self._is_exact:
+        elif self._counts_alone:
             is_applied = self._close()
         else:
             status, accepted = self._read_at_boundary()
@@ -304,7 +306,7 @@ class Boundary:
             self.window.exchange.require_agreement()
             if self.window.stages and self.max_skips is None and not self._warned:
                 self._warn_of_skips(self.status().skipped_in_row)
-        self._missing = 1  # at least: the window is not full
+        self._missing = 1  # at least one, so that `begin` reads nothing: the device counts
 
     def end_pieces(self, pieces: int, trained: int = 1) -> None:
         """End a microbatch whose pieces were added by other graphs; see `Window.end`."""
@@ -338,7 +340,7 @@ class Boundary:
         status, exchange, closed, applied = self._whole(), self.window.exchange, False, False
         self._warn_of_skips(status.skipped_in_row)
         held, self.updates = status.mini_step, status.update_step
-        while exchange.inside > 1:
+        while exchange.inside > 1:  # ranks that sum each microbatch: add empty ones until none of them has data
             still_active = max(float(self.add_nothing(0.0)) for _ in range(pieces))
             self.end_pieces(pieces, 0)
             status = self._whole()
@@ -347,8 +349,8 @@ class Boundary:
             held = status.mini_step
             if status.needed == 0:
                 closed, applied, held = True, self._close() or applied, 0
-        active = 1.0  # ranks that still have data
-        while exchange.across > 1 and active > 0:
+        active = 1.0  # ranks that still have data; 1 until the first exchange says how many
+        while exchange.across > 1 and active > 0:  # ranks that sum each window: take part with what is held, or nothing
             before_exchange()
             was_open, updated, active = self._close_together(0.0)
             closed, applied, held = closed or was_open, applied or updated, 0
@@ -462,7 +464,8 @@ class Boundary:
     def _close(self, accepted: Optional[bool] = None) -> bool:
         """Update with the open window, or drop it if a stage does not accept it. Return whether it was applied.
 
-        If ranks disagree in a graph, the window stays open although this returns True: the next read raises an error.
+        If ranks disagree in a graph, the window stays open, and this returns True without waiting for the device: the
+        next read raises the error.
 
         `accepted`: whether the stages accept it, if it was read.
         """
@@ -470,7 +473,7 @@ class Boundary:
         if exchange.ranks > 1:
             exchange.require_agreement()
         if not self.window.may_drop:
-            # The ranks without data answer it in `flush`, by `_close_together`: the same exchanges in the same order.
+            # Ranks without data take part in `flush`, by `_close_together`: the same exchanges in the same order.
             self._run("close_with_update")
             self._count_update()
             return True
@@ -514,7 +517,7 @@ class Boundary:
     def _count_update(self) -> None:
         self.updates += 1
         self._is_doubled = self.updates & (self.updates - 1) == 0
-        due = [function for every, function in self._after_update if self.updates % every == 0]
+        due = [function for every, function in self._on_update if self.updates % every == 0]
         if due:  # if ranks disagree, there was no update
             self.window.exchange.require_agreement()
         self.used_rates = rates_at(self.window.optimizer, -1) if due else None
@@ -523,7 +526,7 @@ class Boundary:
 
     def call_after_updates(self, every: int, function: Callable[[], object]) -> None:
         """Call a Python function after each update whose count is a multiple of `every`; see `TrainStep.on_update`."""
-        self._after_update.append((every, function))
+        self._on_update.append((every, function))
 
     # --- reads of the device ------------------------------------------------------------------------------------------
 

@@ -7,12 +7,18 @@
 
 A window holds several microbatches. A microbatch is one piece, or is cut into several, each with a backward pass of its
 own; `begin` marks that a piece begins, and `end` ends a microbatch of several pieces. A window of a single microbatch
-may go from `meet` on without buffers: `update_alone`. Groups of ranks sum each microbatch *inside*, and each window
-*across* groups: see `distributed.exchange`. On one device, both change nothing. Steps in brackets are only for ZeRO.
+needs no buffers: `update_alone` takes the place of `add`, `total` and `update_with`. Groups of ranks sum each
+microbatch *inside*, and each window *across* groups: see `distributed.exchange`. On one device, both change nothing.
+Steps in brackets are only for ZeRO.
 
-Who closes a window: for a train step, `boundary.py` on the host, which counts down; in a cell and by hand, `close_if`
-on the device, after each microbatch, if `is_full` says so; at the end of the data, `flush` of `boundary.py`. If ranks
-do not agree in `meet`, each rank raises an error at its next read of the device.
+Who closes a window: for a train step, `boundary.py` on the host, which counts down, then runs `close_with_update`; in a
+cell and by hand, the device, which runs `close_if(is_full())` after each microbatch (`model/cell.py`, and a call of
+`Accumulator`); at the end of the data, `flush` of `boundary.py`. If ranks do not agree in `meet`, each rank raises an
+error at its next read of the device.
+
+What marks that something was begun and not finished is one number, `unfinished`: + 1 where a piece begins, + 1 where it
+ends, - 2 for each piece where its microbatch ends; `UPDATING` where an update, a reset or a load begins, and 0 again
+where it ends. So it is 0 between two calls, unless an error or an interrupt has come between.
 """
 from __future__ import annotations
 
@@ -56,7 +62,7 @@ if TYPE_CHECKING:
     from .length import WindowLength
     from .stages import Stage
 
-UPDATING = -2**30  # the mark of an update; those of pieces are small numbers
+UPDATING = -2**30  # the mark of an update, a reset or a load; those of pieces are small numbers, >= 0
 
 
 @jit_class
@@ -101,7 +107,7 @@ class Window:
             samples.
         weight_unit: The same as a Parameter, for checkpoints and for windows that are exchanged: float32 `()`.
         is_in_use: Whether a graph holds the unit, or something was added op by op. The boundary sets it.
-        unfinished: The sum of all marks, 0 if nothing is unfinished; see `begin` and `update_with`: int32 `()`.
+        unfinished: The sum of all marks, 0 if nothing is unfinished; see the top of this file: int32 `()`.
         taken: Pieces of an unfinished microbatch that no stage has skipped: int32 `()`.
         place: Number of finished epochs, and of microbatches trained since: int32 `(2,)`. One Parameter, so that an
             interrupt cannot come between the two.
@@ -182,8 +188,7 @@ class Window:
         """Mark that a piece begins, once `computed` is. Return a token: what follows the mark must depend on it.
 
         An error before the mark has changed nothing; a later error leaves the mark. MindSpore may report an error only
-        after later calls. So each piece marks its begin and its end, and the end of the microbatch subtracts two marks
-        for each of its pieces: if a piece is missing, the sum is not 0.
+        after later calls: if a piece is then missing in a microbatch that has ended, the sum of the marks is not 0.
         """
         return ops.assign_add(self.unfinished, ops.depend(Tensor(1, ms.int32), computed))
 
@@ -208,10 +213,10 @@ class Window:
             gradients = checked_gradients(self.names, self.shapes, gradients)
             if not begun:  # a fused product would be added to its buffer before the mark
                 gradients = mapped(after, self.begin(gradients[-1]), gradients)
-        taken = 1  # type: Scalar
+        counted = 1  # type: Scalar  # 0 if a stage skips the piece
         for stage in self.weighing:
-            weight, took = stage.weigh(gradients, weight)
-            taken = taken * took
+            weight, is_taken = stage.weigh(gradients, weight)
+            counted = counted * is_taken
         measured = ()  # type: Numbers
         if self.measuring:
             restored = self._restored(gradients)
@@ -222,20 +227,20 @@ class Window:
         if self.exchange.inside > 1:  # weighted before ranks sum them
             gradients, factor = mapped(weighted, factor, gradients, self.buffer_dtypes), 1.0
         exchanged, sums, measured = self.exchange.microbatch(
-            gradients, (weight, taken * active, active), measured, self.mini_step)
+            gradients, (weight, counted * active, active), measured, self.mini_step)
         if not self.is_in_use:  # when the first graph is compiled, or at the first call op by op
             note_use(self.number)
-        # `add_each` is not called `add`: a graph would take a function of that name for this method.
         if exchanged is not None:
+            # It is not called `add`: a graph would take a function of that name for this method.
             add_each(self.small, self.buffers, exchanged, factor)
-        weight, taken, active = sums
+        weight, counted, active = sums
         ops.assign_add(self.weight_sum, weight)
         for each in self.measured:
             ops.assign_add(each, as_vector(measured))
-        if ends:  # a microbatch counts if one of the ranks inside has taken it
-            taken = ops.minimum(taken, 1) if isinstance(taken, Tensor) else taken
+        if ends:  # a microbatch counts if one of the ranks inside has not skipped it
+            counted = ops.minimum(counted, 1) if isinstance(counted, Tensor) else counted
         ops.assign_add(self.mini_step if ends else self.taken,
-                       cast(taken, ms.int32) if isinstance(taken, Tensor) else taken)
+                       cast(counted, ms.int32) if isinstance(counted, Tensor) else counted)
         if ends:
             self.count_trained(1)
         ops.assign_add(self.unfinished, 1 - 2 * ends)  # + 1 for this end, - 2 if the microbatch ends with it
@@ -293,7 +298,8 @@ class Window:
 
         Call it only if no window is open and `looks_at_pieces` and `may_drop` are false.
         """
-        # A mean gradient g of weight w is a sum w * g in the unit w. The gradient of a sum has the unit 1, its factor.
+        # The gradient g of a mean of weight w stands for the sum w * g. In the unit w, that sum is g itself, so nothing
+        # is multiplied. The gradient of a sum is one in the unit 1, its factor.
         gradients, unit = checked_gradients(self.names, self.shapes, gradients), weight if factor is None else factor
         if isinstance(unit, Tensor) or unit == 0:  # a mean of weight 0 is ignored, NaN included: times False or True
             gradients = mapped(weighted, unit != 0, gradients, self.buffer_dtypes)
@@ -304,7 +310,8 @@ class Window:
     def update_with(self, window: dict[str, Any]) -> None:
         """Update with a window of `total`, or of `update_alone`, and close it."""
         gradients, unit, weight = window["gradients"], window["unit"], window["weight"]
-        stop_recording(isconstant(self.mini_step))  # op by op, MindSpore must not record the update for a backward pass
+        # Op by op (then `isconstant` is true), MindSpore must not record the update for a backward pass.
+        stop_recording(isconstant(self.mini_step))
         # An error before this mark has changed nothing. After it, an error message is better than a window that is
         # applied twice. It is added and subtracted, so that a mark of an unfinished piece is not lost.
         ops.assign_add(self.unfinished, ops.depend(Tensor(UPDATING, ms.int32), gradients[-1]))
