@@ -137,7 +137,7 @@ PROCESSES = {
     # MiB above what is held. Without recomputation, and with chunks that nothing orders, it is much more. PyNative runs
     # chunks in order by itself.
     "recomputed": Process({
-        "head": above(190), "head_in_chunks_at_once": above(160), "head_in_chunks": held(add=30),
+        "head": above(160), "head_in_chunks_at_once": above(160), "head_in_chunks": held(add=30),
         "head_in_pieces": held(add=25), "head_in_chunks_op_by_op": held(add=36),
         **{f"blocks_{name}": above(280) for name in ("step", "step_lazy", "cell", "jit", "op_by_op")},
         **{f"blocks_{name}_recomputed": held(add=67) for name in ("step", "cell", "jit")},
