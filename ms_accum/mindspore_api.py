@@ -71,8 +71,8 @@ try:
 except ImportError:
     Symbol = None
 
-# The classes of datasets. Without one of them, no error says that a dataset has no batch operation, and an epoch that
-# goes on reads the batches that it skips.
+# The classes of datasets. Without one of them, no error says that a dataset has no batch operation, or should skip, and
+# an epoch that goes on reads the batches that it skips.
 try:
     from mindspore.dataset.engine.datasets import (
         BatchDataset,
@@ -80,10 +80,12 @@ try:
         Dataset,
         FilterDataset,
         PaddedBatchDataset,
+        SkipDataset,
         SourceDataset,
     )
 except ImportError:
     BatchDataset = BucketBatchByLengthDataset = Dataset = FilterDataset = PaddedBatchDataset = SourceDataset = ()
+    SkipDataset = object
 
 # The iterator of a dataset. Without it, the same error is not raised for an iterator.
 try:
@@ -290,6 +292,11 @@ def is_read_to_be_counted(dataset: Any) -> bool:
     """Return whether MindSpore would read a whole dataset to say its length. Without these names, it does."""
     return (isinstance(dataset, (FilterDataset, BucketBatchByLengthDataset)) or getattr(dataset, "source_len", 0) == -1
             or any(map(is_read_to_be_counted, getattr(dataset, "children", ()))))
+
+
+def is_skipping(dataset: Any) -> bool:
+    """Return whether a dataset skips its first items."""
+    return isinstance(dataset, SkipDataset) or any(map(is_skipping, getattr(dataset, "children", ())))
 
 
 def dynamic_inputs(function: Any) -> dict[Any, Any]:

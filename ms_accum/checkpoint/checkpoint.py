@@ -28,7 +28,7 @@ from ..arguments import boolean, instance_of
 from ..core.accumulator import Accumulator
 from ..core.boundary import require_whole
 from ..core.facts import CLASS, changes, rate_texts
-from ..core.optimizers import divided_state, own_name, state_of
+from ..core.optimizers import divided_state, has_scheduler, own_name, state_of
 from ..core.stages import require_scale
 from ..distributed.ranks import differing, gather, require_alike, sent_by, text_by, together
 from ..distributed.tags import LOAD, SAVE
@@ -53,6 +53,8 @@ _OUTSIDE = "; call it between two calls of the train step, or in train_step.on_u
 P = ParamSpec("P")
 T = TypeVar("T")
 _SCALER = "accumulator:loss_scaler."
+_SCHEDULER = ("a scheduler of mindspore.experimental.optim counts its steps itself, and {} does not hold that count; "
+              "save int(scheduler.last_epoch) as extra, and ops.assign(scheduler.last_epoch, count) after the load")
 _OF_RANK = re.compile(r"rank\d+:")  # how the names of other ranks' entries begin
 _UNIT, _TORN, _SCALE, _EMPTY = (f"accumulator:{name}" for name in (
     "weight_unit", "unfinished", "loss_scaler.scale_value", "empty_windows"))
@@ -231,7 +233,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             entries, about = _described_by_rank_0(entries, about)
         found, notes = _together(ranks, lambda: run.checked(path, entries, about, keep_rates), CheckpointError)
         own = partial(_own, about, rank if run.exchanged_alike(about) else 0)
-        with boundary.loading(about["open"], run.exchanged_alike(about), own("losses"), about.get("loops", False)):
+        with boundary.loading(about["open"], run.exchanged_alike(about), own("losses"), about.get("loops", False),
+                              own("samples") or 0):
             for name, entry in found.items():
                 run.take(name, _value(entry, ranks))
                 # Otherwise MindSpore queues the entries, and holds several. Operations run in order, so that the entry
@@ -242,6 +245,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         boundary.given = {**run.given, **{name: about["given"][name] for name in run.kept(about, entries)}}
     if notes and rank == 0:
         warn(f"{path} was saved by a run that differs from this one: {', '.join(notes)}", UserWarning, stacklevel=3)
+    if has_scheduler(accumulator.optimizer) and rank == 0:
+        warn(_SCHEDULER.format(path), UserWarning, stacklevel=3)
     return own("extra")
 
 
@@ -298,6 +303,7 @@ class _State:
         given: What the script gave the optimizer; see `given_to`.
         reached: Of these, the rates that differ now.
         losses: Those of the open window that a `WindowLog` has seen.
+        samples: See `Boundary`.
     """
 
     def __init__(self, network: nn.Cell, accumulator: Accumulator) -> None:
@@ -336,7 +342,7 @@ class _State:
         self.given = boundary.given
         self.reached = {name: text for name, text in rate_texts(optimizer).items()
                         if self.given.get(name, {}).get(name, text) != text}
-        self.losses, self.loops = boundary.losses(), boundary.has_epochs
+        self.losses, self.loops, self.samples = boundary.losses(), boundary.has_epochs, boundary.samples
 
     def warn_of_unsaved(self) -> None:
         """Warn if a layer in training mode has state, such as BatchNorm's statistics, that the file does not hold."""
@@ -371,7 +377,8 @@ class _State:
         left_out = self.divided.keys() | (set() if is_open else self.of_window - {_UNIT})
         entries = {name: p.asnumpy() for name, p in self.entries.items() if name not in left_out}
         about = {**self.settings, "open": is_open, "extra": extra, "given": self.given, "reached": self.reached,
-                 "of_stages": self.of_stages, "losses": self.losses if is_open else (), "loops": self.loops}
+                 "of_stages": self.of_stages, "losses": self.losses if is_open else (), "loops": self.loops,
+                 "samples": self.samples}
         if ranks > 1:
             self._gather(part, entries, about)
         return entries, about
@@ -386,7 +393,7 @@ class _State:
             place = part.with_name(f"{len(entries)}.state")
             entries[name] = together(lambda: on_disk(value, place) if self.exchange.rank == 0 else np.empty(0), OSError)
 
-        names = ("extra", "losses")
+        names = ("extra", "losses", "samples")
         own, described = dict(entries), json.dumps([about[name] for name in names])
         require_alike({"what a checkpoint holds": repr([(name, p.dtype, p.shape) for name, p in self.entries.items()])},
                       "give every rank the same network and arguments")

@@ -27,7 +27,7 @@ from ..mindspore_api import (
 from ..tensors import as_weight, require_condition
 from .boundary import Boundary, Status
 from .elementwise import require_divisible
-from .epoch import Epoch, warn_of_no_batch
+from .epoch import Epoch, warn_of_no_batch, without_first
 from .facts import describe, short_text_of, text_of, texts_of_stages
 from .length import length_of
 from .notes import note_called, note_closed, note_filled
@@ -255,7 +255,7 @@ class Accumulator(Uncopied):
         note_called(self.window.number, isconstant(self.mini_step), True)
         return closed
 
-    def epoch(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def epoch(self, batches: Iterable[Batch], resume: Optional[bool] = None) -> Iterator[Batch]:
         """Yield the batches of an epoch for a loop that calls `backward`, and apply the incomplete last window.
 
         Until the loop ends, MindSpore records what runs op by op, as under `loss.backward()` in PyTorch. Some of its
@@ -270,20 +270,38 @@ class Accumulator(Uncopied):
 
         Args:
             batches: Any iterable. Batches are yielded as they are.
+            resume: After `load_checkpoint` in the middle of an epoch, as in `TrainStep.epoch`: True skips the batches
+                that were trained; with False, `batches` are only the others. A batch is trained if the body has called
+                `backward` in it, or has ended.
+
+        Raises:
+            RuntimeError: After `load_checkpoint` in the middle of an epoch, if `resume` is not given; with
+                `resume=True`, if the last loop was left; if this loop is to go on after another one has begun.
+            ValueError: If there are fewer batches than were trained before.
         """
         require_backward()
-        return Epoch(self._epoch(batches), "accumulator", "batch", batches)
+        return Epoch(self._epoch(batches, resume), "accumulator", "batch", batches,
+                     lambda: self.boundary.skips(False) if resume else 0)
 
-    def _epoch(self, batches: Iterable[Batch]) -> Generator[Batch, None, None]:
-        is_empty = True
-        with recording() as record:
-            for batch in batches:
-                is_empty = False
-                record()  # a gradient that the loop has computed may have switched it off
-                yield batch
-        if is_empty:
+    def _epoch(self, batches: Iterable[Batch], resume: Optional[bool]) -> Generator[Batch, None, None]:
+        boundary = self.boundary
+        skip = boundary.begin_epoch(resume)
+        loop, place, is_empty = boundary.loop, self.window.place.asnumpy().tolist(), True
+        try:
+            with recording() as record:
+                for batch in without_first(skip, batches):
+                    is_empty, place[1] = False, place[1] + 1
+                    record()  # a gradient that the loop has computed may have switched it off
+                    boundary.begin_batch(tuple(place))
+                    yield batch
+                    boundary.end_batch(loop)
+        except Exception:
+            boundary.note_interrupted(loop)
+            raise
+        if is_empty and skip == 0:
             warn_of_no_batch("accumulator")
         self.flush()
+        boundary.end_epoch(is_empty)
 
     def backward(self, loss: Tensor, weight: Scalar = 1.0) -> Tensor:
         """Run the backward pass of a loss, add its gradients, and update if the window is full: op by op, in `epoch`.

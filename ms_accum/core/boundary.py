@@ -56,8 +56,9 @@ _BY_HAND = ("microbatches were added to this accumulator by hand, so a train ste
             "an Accumulator of its own")
 _DRIVEN = ("a train step or a cell fills this accumulator, so nothing can be added by hand; give the hand-written loop "
            "an Accumulator of its own")
-_TORN_BATCH = ("the open window may hold only some pieces of a batch, because an error or an interrupt stopped the "
-               "others; call accumulator.reset(), which drops the open window, and continue with the next batch")
+_TORN_BATCH = ("the open window may hold only some pieces of a batch (op by op, some of its gradients), because an "
+               "error or an interrupt stopped the others; call accumulator.reset(), which drops the open window, and "
+               "continue with the next batch")
 _TORN_UPDATE = ("an error or an interrupt stopped an update, so it may have changed only some of the parameters (or it "
                 "stopped a reset or a load); load a checkpoint, on all ranks, or, on one device, call "
                 "accumulator.reset(), which drops the window; in a function given as after_update, the update has not "
@@ -79,13 +80,19 @@ _LOST = ("a window of the accumulator for {} that holds {} is lost: it was neith
          "give Model the callback FlushCallback(), or call accumulator.reset() to drop it")
 _RESUMED = ("the checkpoint was saved after {} microbatches of epoch {} (counted from 0); give all batches of that "
             "epoch to epoch(batches, resume=True), which skips these; or only the others, with resume=False")
+_NOT_SKIPPED = ("the checkpoint was saved after {0} microbatches of an epoch, but the dataset skips none, so they are "
+                "trained again; call model.train(1, dataset.skip({0}), ...) first")
 _LEFT = ("the last loop was left in epoch {} (counted from 0) after {} microbatches, so it is not known whether the "
          "epoch goes on; leave out resume to begin the next one, or give resume=False and only its other batches")
+_OTHER_SIZE = ("resume=True has skipped {} batches, because as many microbatches of this epoch were trained; these had "
+               "{} samples each, but the next one has {}; if the microbatch size was changed, other samples were "
+               "skipped than were trained: give resume=False, and only the samples that are left")
 _OTHER_LOOP = ("another loop over epoch has begun, of this step or of one that shares its accumulator, so this one "
                "cannot go on; train on the batches of both in one loop, or by single calls")
 _OTHER_RANKS = ("the checkpoint was saved in the middle of an epoch with another number of ranks or another "
                 "DataParallel, so it does not know which batches this rank has trained; give resume=False, and only "
                 "batches that no rank has trained")
+_COMPILED = ("mindspore.nn.", "mindspore.experimental.")  # optimizers that are compiled, also op by op
 _FEW_READS = 64  # microbatches of a cell between two reads of the skips
 _MANY = 10  # skips in a row that are worth a warning; a loss scale of 2**24 comes down in fewer
 
@@ -158,6 +165,8 @@ class Boundary:
             skipped), of updates done, of epochs finished, and of microbatches trained in this epoch. They are right
             while `is_known`, for a train step; a cell does not count.
         apart: Number of microbatches that have no place in an epoch; see `begin`.
+        size: Number of samples in the last microbatch.
+        samples: Number of samples in each microbatch of this epoch; 0 if they differ, or it is not known.
         loop: Number of loops over an epoch that have begun.
         has_epochs: Whether there was one, also in the run that was loaded.
         is_driven: Whether a train step or a cell fills the accumulator; then nothing can be added by hand.
@@ -177,7 +186,7 @@ class Boundary:
         self.reported: Optional[int] = None  # the value of `skipped` when an error about it was last raised
         self.given: dict[str, dict[str, str]] = {}  # what the script gave the optimizer, once that is noted
         self.logged = self.recalled = Logged()
-        self.used_rates: Optional[tuple[float, ...]] = None  # of the last update, if functions after it may set others
+        self.used_rates: Optional[tuple[float, ...]] = None  # of the last update, if others were set since, or may be
         self.layers: list[nn.Cell] = []  # of the networks that a train step was found to use
         self._addresses: list[int] = []  # of the parameters' memory, after the first microbatch
         self._is_doubled = False  # whether the last update was number 1, 2, 4, 8, ...
@@ -185,9 +194,11 @@ class Boundary:
         self._empty_before = 0  # such windows of the run that was loaded
         self._dropped = 0  # windows dropped in a row
         self._unread = 0  # microbatches of a cell since the last read of skips
-        self.held = self.updates = self.epochs = self.trained = self.apart = self.loop = 0
+        self.held = self.updates = self.epochs = self.trained = self.size = self.samples = self.apart = self.loop = 0
         self.has_epochs = False
         self._place: Optional[tuple[int, int]] = None  # epochs and trained before a microbatch that has no place
+        self._after_batch: Optional[tuple[int, int]] = None  # the place after the batch of a loop by hand
+        self._calls = 0  # of this batch
         self._is_moved = False  # whether a checkpoint was loaded since the last loop has begun, or gone on
         self._is_loaded = False  # whether a checkpoint was loaded, and nothing was trained since
         self._has_place = True  # whether it says what this rank has trained
@@ -257,13 +268,15 @@ class Boundary:
             require_trainable(self.window.weights)
         return missing
 
-    def end(self, missing: int, is_applied: bool = False) -> bool:
+    def end(self, missing: int, is_applied: bool = False, samples: int = 0) -> bool:
         """End a microbatch, and close its window if it is full. Return whether this made an update.
 
         `missing`: the result of `begin`. `is_applied`: whether the microbatch has updated as a window of its own.
+        `samples`: its number of samples.
         """
         if self._place is None:
             self.trained += 1
+            self.size, self.samples = samples, samples if self.trained == 1 or samples == self.samples else 0
         else:
             self.keep_place()
             self._place, self.apart = None, self.apart + 1
@@ -382,6 +395,7 @@ class Boundary:
         """
         self.require_same_memory()
         status = self.status()
+        self._after_batch = self._place = None
         trained = self._trained_of(status)
         was_left, self._is_in_epoch, self._is_moved, self.loop = self._is_in_epoch, True, False, self.loop + 1
         if resume is None or trained == 0:
@@ -438,6 +452,32 @@ class Boundary:
         if self._is_moved:
             self._set_place(*place)
             self._is_moved, self._is_loaded, self.has_epochs, self._is_in_epoch = False, False, True, True
+
+    def begin_batch(self, place: tuple[int, int]) -> None:
+        """Begin a batch of a loop by hand, after which the loop is at this place, however often the body is called."""
+        self._after_batch, self._calls, self._place = place, 0, None
+
+    def end_batch(self, loop: int) -> None:
+        """End a batch of a loop by hand, of this number; see `go_on`."""
+        place, self._after_batch, self._place = self._after_batch, None, None
+        assert place is not None
+        if loop == self.loop and self._calls != 1:  # the device has counted the calls; in a graph, they are not known
+            self._set_place(*place)
+        self.go_on(loop, place)
+
+    def warn_if_not_skipped(self, skips: bool) -> None:
+        """Warn if a checkpoint from the middle of an epoch was loaded, and the data of a cell skip nothing."""
+        trained = self._is_loaded and self.status().trained
+        if trained and not skips:
+            warn(_NOT_SKIPPED.format(trained), UserWarning, stacklevel=3)
+
+    def warn_of_other_size(self, skipped: int, samples: int, is_last: bool) -> None:
+        """Warn if the microbatch after `skipped` batches is not of the size that those had: `samples`, if not 0.
+
+        The last one of the epoch may be smaller.
+        """
+        if samples and (self.size > samples or (self.size < samples and not is_last)):
+            warn(_OTHER_SIZE.format(skipped, samples, self.size), UserWarning, stacklevel=3)
 
     def note_interrupted(self, loop: int) -> None:
         """Note that an error or an interrupt has ended this loop over an epoch, which may go on."""
@@ -523,6 +563,11 @@ class Boundary:
         self.used_rates = rates_at(self.window.optimizer, -1) if due else None
         for function in due:
             function()
+
+    def note_used_rates(self) -> None:
+        """Note the rates of the last update, for a log, before others are set."""
+        if self.used_rates is None:
+            self.used_rates = rates_at(self.window.optimizer, -1)
 
     def call_after_updates(self, every: int, function: Callable[[], object]) -> None:
         """Call a Python function after each update whose count is a multiple of `every`; see `TrainStep.on_update`."""
@@ -659,7 +704,8 @@ class Boundary:
         self.note_given()
         self.settings["number of losses"] = "1"
         self.settings.pop("weights", None)  # only the script knows what they count
-        self._filled_by_hand, self._is_ended = True, False
+        self._filled_by_hand = True
+        self._is_ended = self._is_loaded = self._is_interrupted = False
 
     def note_called(self, runs_op_by_op: bool, is_done: bool) -> None:
         """Note that a call which adds a microbatch by hand begins, or is done.
@@ -675,6 +721,8 @@ class Boundary:
             self.forget()
             self.ask()
         self._may_be_full = not is_done
+        if is_done and self._after_batch is not None:
+            self._calls, self._place = self._calls + 1, self._after_batch
 
     def note_closed(self, runs_op_by_op: bool, is_applied: bool) -> None:
         """Note that a window is closed or dropped by hand. Raise ValueError if it is applied and a parameter is frozen.
@@ -701,9 +749,12 @@ class Boundary:
     def require_same_memory(self) -> None:
         """Raise RuntimeError if a parameter has new memory, which no compiled graph knows.
 
-        Op by op, it may be the optimizer that gives it new memory, unless it is MindSpore's.
+        Op by op, it is the optimizer that is compiled, if it is one of `mindspore.nn` or `mindspore.experimental`. By
+        hand, nobody notes the memory after the first microbatch, so the first call of this does it.
         """
-        if not self.eager or type(self.window.optimizer).__module__.startswith("mindspore."):
+        if self._filled_by_hand and not self._addresses:
+            self.note_addresses()
+        if not self.eager or type(self.window.optimizer).__module__.startswith(_COMPILED):
             for parameter, address in zip(self.window.weights, self._addresses):
                 if address_of(parameter) != address:
                     raise RuntimeError(_REPLACED.format(parameter.name))
@@ -719,13 +770,14 @@ class Boundary:
         self.saved = int(self.window.closed_windows), int(self.window.mini_step)
 
     @contextmanager
-    def loading(self, is_open: bool, has_place: bool = True, losses: tuple = (), has_epochs: bool = False
-                ) -> Iterator[None]:
+    def loading(self, is_open: bool, has_place: bool = True, losses: tuple = (), has_epochs: bool = False,
+                samples: int = 0) -> Iterator[None]:
         """Mark that the block loads a checkpoint, so that a load that was interrupted raises an error at the next call.
 
         `is_open`: whether the checkpoint holds an open window. If not, buffers that have no memory yet get none.
         `has_place`: whether it holds this rank's own place in the epoch, not that of rank 0 in another exchange.
         `losses`: those of the open window; see `Logged`. `has_epochs`: whether its run has looped over an epoch.
+        `samples`: see the class.
         """
         window = self.window
         self.forget()
@@ -742,7 +794,7 @@ class Boundary:
         self.logged = Logged(int(window.closed_windows), float(window.weight_sum), losses, int(window.place[1]))
         self.recalled = self.logged
         self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
-        self._empty_before = int(window.empty_windows)
+        self._empty_before, self.samples = int(window.empty_windows), samples
         self._is_ended = self._is_in_epoch = False
         # Older files do not say whether there was a loop.
         self.has_epochs, self._place, self._is_moved = has_epochs or int(window.place[0]) > 0, None, True

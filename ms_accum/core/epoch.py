@@ -1,11 +1,12 @@
-"""An epoch that someone has to iterate over: warn if nobody does, or if it holds no batch."""
+"""An epoch that someone has to iterate over: warn if nobody does, or if it holds no batch; skip what was trained."""
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
+from itertools import islice
 from typing import Any, TypeVar
 from warnings import warn
 
-from ..mindspore_api import is_read_to_be_counted
+from ..mindspore_api import Dataset, is_read_to_be_counted
 
 Item = TypeVar("Item")
 _UNUSED = ("nobody iterated over {0}.epoch(batches), so nothing was trained; write "
@@ -71,3 +72,18 @@ class Epoch(Iterator[Item]):
 def warn_of_no_batch(owner: str) -> None:
     """Warn that an epoch held no batch; called in the generator of an `Epoch`."""
     warn(_EMPTY.format(owner), UserWarning, stacklevel=4)
+
+
+def without_first(skip: int, batches: Iterable) -> Iterable:
+    """Return the batches but the first `skip`. Raise ValueError if there are fewer."""
+    if skip == 0:
+        return batches
+    if isinstance(batches, Dataset):
+        held, rest = batches.get_dataset_size(), batches.skip(skip)  # type: int, Iterable
+    else:
+        rest = iter(batches)
+        held = sum(1 for _ in islice(rest, skip))
+    if held < skip:
+        raise ValueError(f"{skip} microbatches of this epoch were trained before, but there are only {held} batches; "
+                         "give all batches of the epoch, or give resume=False and only those not yet trained")
+    return rest

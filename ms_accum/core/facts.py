@@ -34,8 +34,8 @@ _HOLDERS = r"(init_args|(init_)?params|param_groups|defaults|_buffers|opt|optimi
 _BEFORE_NAME = re.compile(rf"^\.?({_HOLDERS})*((init|exec|group)_(?=learning_rate|lr|weight_decay))?")
 # Where they hold arguments, also inside a wrapper.
 _ARGUMENT = re.compile(r"\.(opt\.|optimizer\.)*(init_args\[|param_groups\[|(group_)?(learning_rate|lr|weight_decay)\b|"
-                       r"init_params\[params\]\[\d+\]\[(lr|weight_decay)\]\.)")
-
+                       r"(beta[12]|eps)$|init_params\[params\]\[\d+\]\[(lr|weight_decay)\]\.)")
+_ONE_NUMBER = re.compile(r"^Float32\(1,\) \[(\S+)\]$")
 
 CLASS = "optimizer"
 
@@ -76,7 +76,11 @@ def given_to(optimizer: Any) -> dict[str, dict[str, str]]:
     given = {CLASS: {CLASS: f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"}}
     for place, text in _Walk(lambda _: "").texts(optimizer, in_schedule=True):  # schedules by their numbers
         if _ARGUMENT.match(place) and text and not text.startswith(("as .", "builtins.", "mindspore.ops.")):
-            given.setdefault(_name_of(place), {})[place.removeprefix(".")] = text.removeprefix("Float32() ")
+            given.setdefault(_name_of(place), {})[place.removeprefix(".")] = _ONE_NUMBER.sub(
+                lambda found: str(np.float32(found[1])), text.removeprefix("Float32() "))
+    for name, places in given.items():  # `nn.AdamWeightDecay` holds its betas in attributes alone
+        if f"init_args[{name}]" in places and name != "weight_decay":
+            places.pop(name, None)
     return given | {name: {name: text} for name, text in rate_texts(optimizer).items()}
 
 

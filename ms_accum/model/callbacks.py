@@ -16,6 +16,7 @@ from mindspore.train import Callback, LearningRateScheduler, ModelCheckpoint, Re
 from ..arguments import instance_of
 from ..core.boundary import Logged
 from ..core.optimizers import rates_at, require_rates
+from ..mindspore_api import is_skipping
 from ..steps.batch import require_batched
 from ..tensors import require_trainable
 from .cell import TrainOneStepCell
@@ -76,6 +77,8 @@ class FlushCallback(Callback):
             raise ValueError(f"sink_size is {context.sink_size}, expected a divisor of the {self._length} microbatches "
                              "of an epoch: inside a sink, FlushCallback cannot apply the incomplete last window; give "
                              "sink_size=-1, or leave FlushCallback out, and windows continue in the next epoch")
+        for boundary in [cell.accumulator.boundary for cell in _train_cells(run_context)]:
+            boundary.warn_if_not_skipped(is_skipping(context.train_dataset))
         before = context.list_callback[:context.list_callback.index(self)] if self in context.list_callback else []
         if any(isinstance(callback, ModelCheckpoint) for callback in before):
             raise ValueError("ModelCheckpoint stands before FlushCallback, expected after it: at the end of an epoch "
@@ -284,7 +287,7 @@ class WindowLog(Callback):
         self._recalled: Optional[Logged] = None  # of the last checkpoint that was loaded
         self._losses: list[tuple[tuple, tuple]] = []  # of each microbatch: its losses and their weights
         self._weight, self._trained, self._closed, self._held, self._skipped = 0.0, 0, 0, 0, 0
-        self._before = 0  # epochs before `Model.train` was called
+        self._before: Optional[int] = None  # epochs before those that `Model.train` counts, once it has counted one
 
     def __call__(self, train_step: TrainStep, loss: Any = None) -> None:
         """Record the loss of a microbatch, after the call that trained it, and log its window if it was closed.
@@ -351,9 +354,8 @@ class WindowLog(Callback):
         """Remember the state of the accumulator, and begin the file."""
         self._since = perf_counter()
         self._begin(_one_cell(self, run_context).accumulator)
-        status = self._accumulator.status()
-        self._before = status.epochs
-        self._begin_file(status, False)
+        self._before = None
+        self._begin_file(self._accumulator.status(), False)
 
     def _begin(self, accumulator: Accumulator) -> None:
         self._accumulator, self._optimizer = accumulator, accumulator.optimizer
@@ -397,6 +399,8 @@ class WindowLog(Callback):
         """
         if not self._taken:
             self._taken, context = True, run_context.original_args()
+            if self._before is None:  # with `initial_epoch`, it counts those before, too
+                self._before = 0 if context.cur_epoch_num > 1 else self._accumulator.status().epochs
             self._place = self._before + context.cur_epoch_num, context.cur_step_num
             self._count(context.net_outputs)
         self._log_closed()

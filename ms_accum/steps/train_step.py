@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
-from itertools import islice
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
 
@@ -18,7 +17,7 @@ from mindspore import nn
 
 from ..arguments import Uncopied, boolean, instance_of, one_of, require_callable, whole_number, with_options_of
 from ..core.accumulator import REDUCTIONS, Accumulator, Options
-from ..core.epoch import Epoch, warn_of_no_batch
+from ..core.epoch import Epoch, warn_of_no_batch, without_first
 from ..core.optimizers import (
     cells_of,
     checked_parameters,
@@ -32,7 +31,7 @@ from ..core.precision import warn_of_lost_gradients
 from ..core.stream import Stream
 from ..distributed.parallel_modes import require_plain, require_unsharded
 from ..distributed.ranks import computes_nothing
-from ..mindspore_api import Dataset, PrimitiveWithInfer
+from ..mindspore_api import PrimitiveWithInfer
 from ..tensors import require_trainable
 from .batch import (
     Loss,
@@ -195,6 +194,7 @@ class TrainStep(Uncopied):
     @learning_rate.setter
     def learning_rate(self, rate: Union[float, tuple[float, ...]]) -> None:
         """Set it, as above."""
+        self.boundary.note_used_rates()
         if set_rates(self.accumulator.optimizer, rate):
             self._forget_graphs()
 
@@ -257,8 +257,12 @@ class TrainStep(Uncopied):
         require_rates(optimizer)
         skip, boundary = self._begin_epoch(resume), self.boundary
         loop, last, batches = boundary.loop, False, without_first(skip, batches)
+        skipped, samples = skip, boundary.samples
         try:
             for result, last in self._train_each(map(as_arguments, batches)):
+                if skipped:
+                    boundary.warn_of_other_size(skipped, samples, last)
+                    skipped = 0
                 if last:
                     self._flush_after_last()
                 place = boundary.epochs, boundary.trained
@@ -490,7 +494,7 @@ class TrainStep(Uncopied):
             result = (graphs.alone if is_alone else graphs)(*batch)  # type: ignore[misc]
             if shapes not in self._shapes.compiled and not self._eager:
                 self._shapes.note(shapes, perf_counter() - began)
-            self._updated = self.boundary.end(missing, is_alone)
+            self._updated = self.boundary.end(missing, is_alone, key[0])
         except Exception as error:
             self._name_columns(error, key, batch)
             self._explain(error)
@@ -722,21 +726,6 @@ def require_weights(batches: int, weights: list[float]) -> None:
         of = f" of loss {weights.index(0)} (counted from 0)" if len(weights) > 1 else ""
         raise ValueError(f"the weights{of} in all {batches} batches are 0, so there is no mean; look for a mask or an "
                          "ignore index that leaves nothing to count")
-
-
-def without_first(skip: int, batches: Iterable) -> Iterable:
-    """Return the batches but the first `skip`. Raise ValueError if there are fewer."""
-    if skip == 0:
-        return batches
-    if isinstance(batches, Dataset):
-        held, rest = batches.get_dataset_size(), batches.skip(skip)  # type: int, Iterable
-    else:
-        rest = iter(batches)
-        held = sum(1 for _ in islice(rest, skip))
-    if held < skip:
-        raise ValueError(f"{skip} microbatches of this epoch were trained before, but there are only {held} batches; "
-                         "give all batches of the epoch, or give resume=False and only those not yet trained")
-    return rest
 
 
 def next_or_error(batches: Iterator) -> Any:

@@ -512,6 +512,98 @@ def test_what_has_new_memory_op_by_op(optimizer):
             train_step.flush()
 
 
+@pytest.mark.parametrize("mode", ["pynative", "jit"])
+def test_replaced_weights_are_reported_in_a_loop_by_hand(mode):
+    """From the first flush or save on. Control: as long as nothing was trained, they may be replaced."""
+    network = nn.Dense(2, 1, weight_init="ones")
+    accumulator = Accumulator(sgd(0.1)(network), 2, reduction="mean")
+    grad_fn = ms.value_and_grad(forward_fn_of(network), None, accumulator.weights)
+
+    def add(x):
+        return accumulator(grad_fn(x)[1])
+
+    add = add if mode == "pynative" else ms.jit(add)
+    accumulator.flush()
+    save_checkpoint("c.safetensors", network, accumulator)
+    ms.load_param_into_net(network, weights(network, 7))
+    for _ in range(3):
+        add(ms.Tensor(BATCH))
+    accumulator.flush()
+    assert network.weight.asnumpy()[0, 0] == pytest.approx(6.8)
+    ms.load_param_into_net(network, weights(network, 3))
+    for call in (accumulator.flush, lambda: save_checkpoint("c.safetensors", network, accumulator)):
+        with pytest.raises(RuntimeError, match=r"^weight was given new memory after the training had begun"):
+            call()
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("at", ["begin", "end"])
+def test_a_loop_of_backward_goes_on_at_the_place_of_a_checkpoint(calls, at):
+    """Saved in the body, before or after its calls of `backward`. Controls: without `resume` it is refused; all batches
+    again differ."""
+    data = [np.full((4, 2), i + 1, np.float32) for i in range(7)]
+
+    def make():
+        network = nn.Dense(2, 1, weight_init="ones")
+        return network, Accumulator(nn.Momentum(network.trainable_params(), 0.1, 0.9), 3, reduction="mean")
+
+    def train(network, accumulator, batches=data, saved_at=None, **options):
+        seen = []
+        for batch in accumulator.epoch(batches, **options):
+            seen.append(int(batch[0, 0]))
+            if at == "begin" and seen[-1] == saved_at:
+                save_checkpoint("c.safetensors", network, accumulator)
+            for part in np.split(batch, calls):
+                accumulator.backward(network(ms.Tensor(part)).mean(), len(part))
+            if at == "end" and seen[-1] == saved_at:
+                save_checkpoint("c.safetensors", network, accumulator)
+        return seen, network.weight.asnumpy().tolist(), accumulator.status()[-3:-1]
+
+    assert train(*make(), saved_at=5)[0] == [*range(1, 8)]
+    _, expected, place = train(*make())
+    assert place == (1, 0)
+    trained = 4 if at == "begin" else 5
+    network, accumulator = make()
+    assert load_checkpoint("c.safetensors", network, accumulator) is None
+    assert accumulator.status().trained == trained
+    with pytest.raises(RuntimeError, match=f"saved after {trained} microbatches of epoch 0 .* resume=True"):
+        train(network, accumulator)
+    assert train(network, accumulator, resume=True) == ([*range(trained + 1, 8)], expected, (1, 0))
+    for resume, batches, is_equal in ((False, data[trained:], True), (False, data, False)):
+        network, accumulator = make()
+        load_checkpoint("c.safetensors", network, accumulator)
+        assert (train(network, accumulator, batches, resume=resume)[1] == expected) is is_equal
+    assert train(network, accumulator)[2] == (2, 0)
+
+
+def test_a_scheduler_that_counts_its_own_steps_is_named_by_a_load():
+    """Its count, saved and assigned as the warning says, gives the same rates. Controls: without it; no scheduler."""
+    def make():
+        network, train_step = built(adam_w(0.1))
+        return network, train_step, optim.lr_scheduler.LambdaLR(train_step.accumulator.optimizer, lambda n: 1 / (n + 1))
+
+    def rates(train_step, scheduler):
+        found = []
+        for _ in range(3):
+            found.append(train_step.learning_rate)
+            scheduler.step()
+        return found
+
+    network, train_step, scheduler = make()
+    moved(network, train_step)
+    rates(train_step, scheduler)
+    save_checkpoint("c.safetensors", network, train_step, extra=int(scheduler.last_epoch))
+    expected = rates(train_step, scheduler)
+    for is_assigned in (True, False):
+        network, train_step, scheduler = make()
+        with pytest.warns(UserWarning, match=r"^a scheduler of mindspore\.experimental\.optim counts its steps itself"):
+            count = load_checkpoint("c.safetensors", network, train_step)
+        if is_assigned:
+            ops.assign(scheduler.last_epoch, count)
+        assert (rates(train_step, scheduler) == expected) is is_assigned
+    assert "scheduler" not in loaded(*built(adam_w(0.1)))
+
+
 def test_weights_that_do_not_fit_are_refused():
     """Nothing is then changed. Controls: more than the network holds; a part of it."""
     network, train_step = built(sgd(0.1))

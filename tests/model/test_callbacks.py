@@ -15,6 +15,7 @@ from mindspore.train import LambdaCallback, LearningRateScheduler, Model, ModelC
 from support import reference
 from support.cells import Counting as Unrated
 from support.model_runs import SIZES, TwoCells, dataset, dataset_of, make_cell, momentum, train, trained_oracle
+from support.modes import recorded_warnings
 
 from ms_accum import FlushCallback, PerUpdate, WindowLog, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.core.boundary import Boundary
@@ -344,6 +345,23 @@ def test_a_loop_that_goes_back_to_a_checkpoint_logs_all_its_windows(tmp_path):
         assert [row["update_step"] for row in rows] == updates
 
 
+@pytest.mark.parametrize("sets", ["learning_rate", "Parameter"])
+def test_a_row_has_the_rate_of_its_update_also_if_the_body_sets_another_before_the_log(sets):
+    """Control: a Parameter that the body assigns itself."""
+    network, rows = MLP(), []
+    step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), 2, eager=True)
+    log = WindowLog(rows.append)
+    for i, loss in enumerate(step.epoch([tensors(*batch) for batch in batches([6] * 6)])):
+        if step.updated and sets == "learning_rate":
+            step.learning_rate = 0.05
+            step.learning_rate *= 0.5 ** (i // 2)
+        elif step.updated:
+            ops.assign(step.accumulator.optimizer.learning_rate, 0.05 * 0.5 ** (i // 2))
+        log(step, loss)
+    expected = [0.1, 0.05, 0.025] if sets == "learning_rate" else [0.05, 0.025, 0.0125]
+    assert [row["learning_rate"] for row in rows] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("logs", [1, 2])
 def test_a_log_whose_run_goes_back_in_one_process_has_the_rows_of_a_new_start(logs, tmp_path):
     """Its epochs, too. Control: the rates of updates 2 and 3, which were made twice."""
@@ -385,6 +403,33 @@ def test_epochs_are_counted_over_calls_of_model_train():
 
     assert epochs([1, 1, 2], FlushCallback()) == epochs([4], FlushCallback()) == [1, 1, 2, 2, 3, 3, 4, 4]
     assert epochs([1, 1, 2]) == [1, 1, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_model_goes_on_in_the_middle_of_an_epoch_with_what_is_left(skips, tmp_path):
+    """With all of it, a warning says what to call. With `initial_epoch`, a log counts as `Model` does."""
+    def data():
+        return dataset_of(batches([6] * 4))
+
+    network, cell = make_cell(accumulate_step=2)
+    Model(cell).train(2, data(), callbacks=[FlushCallback()], dataset_sink_mode=False)
+    for batch in batches([6] * 2):
+        cell(*tensors(*batch))
+    save_checkpoint(tmp_path / "c.safetensors", network, cell)
+    network, cell = make_cell(accumulate_step=2)
+    load_checkpoint(tmp_path / "c.safetensors", network, cell)
+    trained, rows = cell.status().trained, []
+    assert trained == 2
+    with recorded_warnings() as caught:
+        Model(cell).train(1, data().skip(trained) if skips else data(), callbacks=[FlushCallback()],
+                          dataset_sink_mode=False)
+    assert [str(each.message).partition(",")[0] for each in caught] == [
+        "the checkpoint was saved after 2 microbatches of an epoch"] * (not skips)
+    with recorded_warnings() as caught:
+        Model(cell).train(5, data(), callbacks=[FlushCallback(), WindowLog(rows.append)], dataset_sink_mode=False,
+                          initial_epoch=3)
+    assert not caught
+    assert [row["epoch"] for row in rows] == [4, 4, 5, 5]
 
 
 @pytest.mark.parametrize("driver", ["a new log", "a told log", "the same log", "Model"])

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from mindspore import amp, nn, ops
 from mindspore.dataset import NumpySlicesDataset
-from support.modes import compiled_graphs, running, warned
+from support.modes import compiled_graphs, recorded_warnings, running, warned
 from support.processes import MEMORY, run_python
 from support.training import LOSS, sgd, step_of
 
@@ -237,6 +237,36 @@ def test_an_epoch_goes_on_at_the_place_of_a_checkpoint(way, losses, tmp_path):
     assert difference(run(4, resume=False)[1], expected) > 1e-3
     with pytest.raises(ValueError, match=r"^4 microbatches of this epoch were trained before, .* only 3 batches"):
         run(4, data[4:])
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("is_dataset", [True, False])
+@pytest.mark.parametrize(("before", "after", "warns"), [
+    ([8] * 6, [4] * 12, True), ([8] * 6, [16] * 3, True), ([8] * 6, [8] * 6, False), ([8, 4, 8, 8], [4] * 7, False),
+    ([8] * 3, [8] * 2 + [3], False)])
+def test_another_microbatch_size_is_warned_of_where_an_epoch_goes_on(before, after, warns, is_dataset, tmp_path):
+    """Batches are skipped by their number. Not if sizes have differed before, or for a smaller last microbatch."""
+    def given(sizes):
+        data = [tensors(*batch) for batch in batches(sizes)]
+        if not is_dataset or len({*sizes[:-1]}) > 1:
+            return data
+        columns = tuple(np.concatenate([part.asnumpy() for part in parts]) for parts in zip(*data))
+        return NumpySlicesDataset(columns, ["x", "y"], shuffle=False).batch(sizes[0])
+
+    step, path = step_of(1), tmp_path / "run.safetensors"
+    for _ in islice(step.epoch(given(before)), 2):
+        pass
+    save_checkpoint(path, network_of(step), step)
+    step = step_of(1)
+    load_checkpoint(path, network_of(step), step)
+    with recorded_warnings() as caught:
+        assert len(list(step.epoch(given(after), resume=True))) == len(after) - 2
+    said = [str(each.message) for each in caught]
+    assert [text.partition("; ")[0] for text in said] == [
+        "resume=True has skipped 2 batches, because as many microbatches of this epoch were trained"] * warns
+    with recorded_warnings() as caught:
+        list(step.epoch(given([5] * 3)))
+    assert not caught
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -180,7 +180,7 @@ def grad_cache():
 
     step = make_grad_cache_step(encode, spread, momentum(tower.trainable_params()), 2, pieces=2)
     data = rows(ms.float32)
-    kept = step._graphs  # the error makes the step forget them
+    kept = step._graphs  # noqa: SLF001 - the error makes the step forget them
     with suppress(ValueError):  # "the same in both passes" reads as 0, which stops it before the other pieces
         step(data)
     graphs, = {id(graphs): graphs for graphs in kept.values()}.values()
