@@ -54,7 +54,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 _SCALER = "accumulator:loss_scaler."
 _SCHEDULER = ("a scheduler of mindspore.experimental.optim counts its steps itself, and {} does not hold that count; "
-              "save int(scheduler.last_epoch) as extra, and ops.assign(scheduler.last_epoch, count) after the load")
+              "save int(scheduler.last_epoch), and what else it counts, as extra, and assign it after the load")
 _OF_RANK = re.compile(r"rank\d+:")  # how the names of other ranks' entries begin
 _UNIT, _TORN, _SCALE, _EMPTY = (f"accumulator:{name}" for name in (
     "weight_unit", "unfinished", "loss_scaler.scale_value", "empty_windows"))
@@ -324,6 +324,7 @@ class _State:
                              "after_update")
         boundary, window = accumulator.boundary, accumulator.window
         boundary.require_same_memory()
+        boundary.follow_groups()
         boundary.keep_place()
         self.settings = dict(boundary.settings)
         exchange = self.exchange = accumulator.exchange

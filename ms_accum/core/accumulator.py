@@ -457,7 +457,7 @@ Accumulator.__init__ = spelled(  # type: ignore[method-assign]
     Accumulator.__init__, reduction='give reduction="mean" if you do not divide the loss, and the number of samples as '
     'its weight: accumulator(grads, weight=len(data)); or reduction="sum" if you divide the loss by accumulate_step, '
     "as a script from MindSpore's tutorial does")
-fix_options(Accumulator, "optimizer", "accumulate_step", "reduction", *Options.__annotations__)
+fix_options(Accumulator, "optimizer", "accumulate_step", "reduction", "learning_rate", *Options.__annotations__)
 
 
 def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, accumulated: AccumulatedParameters,

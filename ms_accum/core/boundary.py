@@ -39,14 +39,14 @@ from weakref import finalize
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 
 from ..distributed.parallel_modes import shards
 from ..mindspore_api import address_of
 from ..tensors import require_trainable
 from .facts import given_to
 from .notes import register
-from .optimizers import follow_rates, rates_at
+from .optimizers import assign_rates_of_groups, follow_rates, options_of_groups, rates_at, rates_of
 from .window import UPDATING
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ _BY_HAND = ("microbatches were added to this accumulator by hand, so a train ste
             "an Accumulator of its own")
 _DRIVEN = ("a train step or a cell fills this accumulator, so nothing can be added by hand; give the hand-written loop "
            "an Accumulator of its own")
-_TORN_BATCH = ("the open window may hold only some pieces of a batch (op by op, some of its gradients), because an "
-               "error or an interrupt stopped the others; call accumulator.reset(), which drops the open window, and "
-               "continue with the next batch")
+_TORN_BATCH = ("the open window may hold only some pieces of a batch, because an error or an interrupt stopped the "
+               "others (op by op: only some of its gradients); call accumulator.reset(), which drops the open window, "
+               "and continue with the next batch")
 _TORN_UPDATE = ("an error or an interrupt stopped an update, so it may have changed only some of the parameters (or it "
                 "stopped a reset or a load); load a checkpoint, on all ranks, or, on one device, call "
                 "accumulator.reset(), which drops the window; in a function given as after_update, the update has not "
@@ -80,6 +80,8 @@ _LOST = ("a window of the accumulator for {} that holds {} is lost: it was neith
          "give Model the callback FlushCallback(), or call accumulator.reset() to drop it")
 _RESUMED = ("the checkpoint was saved after {} microbatches of epoch {} (counted from 0); give all batches of that "
             "epoch to epoch(batches, resume=True), which skips these; or only the others, with resume=False")
+_ADDED = ("a group of parameters was added to the optimizer after this was built, so it would not be trained; build "
+          "the optimizer with all groups, and then the train step, cell or Accumulator again")
 _NOT_SKIPPED = ("the checkpoint was saved after {0} microbatches of an epoch, but the dataset skips none, so they are "
                 "trained again; call model.train(1, dataset.skip({0}), ...) first")
 _LEFT = ("the last loop was left in epoch {} (counted from 0) after {} microbatches, so it is not known whether the "
@@ -184,11 +186,12 @@ class Boundary:
         self.generation = 0
         self.saved: Optional[tuple[int, int]] = None  # closed windows and open microbatches at the last checkpoint
         self.reported: Optional[int] = None  # the value of `skipped` when an error about it was last raised
+        self._options = options_of_groups(window.optimizer)
         self.given: dict[str, dict[str, str]] = {}  # what the script gave the optimizer, once that is noted
         self.logged = self.recalled = Logged()
         self.used_rates: Optional[tuple[float, ...]] = None  # of the last update, if others were set since, or may be
         self.layers: list[nn.Cell] = []  # of the networks that a train step was found to use
-        self._addresses: list[int] = []  # of the parameters' memory, after the first microbatch
+        self._addresses: list[tuple[str, Parameter, int]] = []  # of their memory, after the first microbatch
         self._is_doubled = False  # whether the last update was number 1, 2, 4, 8, ...
         self._warned = self._warned_of_empty = False  # of many skips; of windows of weight 0
         self._empty_before = 0  # such windows of the run that was loaded
@@ -244,12 +247,13 @@ class Boundary:
             RuntimeError: If an error left a part of a batch in the open window, or stopped an update; if the
                 accumulator is filled by hand; if more than `max_skips` were skipped in a row; after 1, 2, 4, 8,
                 ... updates, if a parameter has new memory.
-            ValueError: If a parameter is frozen, and this microbatch may close the window.
+            ValueError: If a parameter is frozen, and this microbatch may close the window; see also `follow_groups`.
         """
         if self._filled_by_hand:
             raise RuntimeError(_BY_HAND)
         self.is_driven = True
         self.note_given()
+        self.follow_groups()
         if self._is_doubled:  # not after each update: op by op, it waits for all that is queued
             self.require_same_memory()
             self._is_doubled = False
@@ -346,6 +350,7 @@ class Boundary:
         """
         require_trainable(self.window.weights)
         self.require_same_memory()
+        self.follow_groups()
         if self._is_ended and not ends_epoch:
             self._is_ended = False
             return False, False
@@ -465,11 +470,20 @@ class Boundary:
             self._set_place(*place)
         self.go_on(loop, place)
 
-    def warn_if_not_skipped(self, skips: bool) -> None:
-        """Warn if a checkpoint from the middle of an epoch was loaded, and the data of a cell skip nothing."""
-        trained = self._is_loaded and self.status().trained
-        if trained and not skips:
-            warn(_NOT_SKIPPED.format(trained), UserWarning, stacklevel=3)
+    def begin_training(self, skips: bool) -> None:
+        """Begin epochs of a `Model`, whose data begin with an epoch, unless it `skips` some.
+
+        Warn if a checkpoint from the middle of an epoch was loaded, and nothing is skipped.
+        """
+        status = self.status()
+        if not skips and status.trained > 0:
+            if self._is_loaded:
+                warn(_NOT_SKIPPED.format(status.trained), UserWarning, stacklevel=3)
+            elif self.has_epochs:
+                self.end_epoch()  # one that was left early
+            else:  # what single calls have trained before is no epoch
+                self._set_place(status.epochs, 0)
+        self.has_epochs = True
 
     def warn_of_other_size(self, skipped: int, samples: int, is_last: bool) -> None:
         """Warn if the microbatch after `skipped` batches is not of the size that those had: `samples`, if not 0.
@@ -563,6 +577,22 @@ class Boundary:
         self.used_rates = rates_at(self.window.optimizer, -1) if due else None
         for function in due:
             function()
+
+    def follow_groups(self) -> bool:
+        """Let graphs see what a script has put into the optimizer's `param_groups`. Return whether they were forgotten.
+
+        Raise ValueError if a group was added.
+        """
+        if not self._options:
+            return False
+        options = options_of_groups(self.window.optimizer)
+        if len(options) != len(self._options):
+            raise ValueError(_ADDED)
+        assign_rates_of_groups(self.window.optimizer)
+        is_changed, self._options = options != self._options, options
+        if is_changed:
+            self.forget_graphs()
+        return is_changed
 
     def note_used_rates(self) -> None:
         """Note the rates of the last update, for a log, before others are set."""
@@ -743,11 +773,14 @@ class Boundary:
             self.given = given_to(self.window.optimizer)
 
     def note_addresses(self) -> None:
-        """Note where the parameters' memory is. MindSpore keeps slices elsewhere, if it shards."""
-        self._addresses = [] if shards() else [address_of(parameter) for parameter in self.window.weights]
+        """Note where the memory of parameters and rates is. MindSpore keeps slices elsewhere, if it shards."""
+        weights = [(parameter.name, parameter) for parameter in self.window.weights]
+        self._addresses = [] if shards() else [
+            (name, parameter, address_of(parameter))
+            for name, parameter in (*weights, *rates_of(self.window.optimizer).items())]
 
     def require_same_memory(self) -> None:
-        """Raise RuntimeError if a parameter has new memory, which no compiled graph knows.
+        """Raise RuntimeError if a parameter or a rate has new memory, which no compiled graph knows.
 
         Op by op, it is the optimizer that is compiled, if it is one of `mindspore.nn` or `mindspore.experimental`. By
         hand, nobody notes the memory after the first microbatch, so the first call of this does it.
@@ -755,9 +788,9 @@ class Boundary:
         if self._filled_by_hand and not self._addresses:
             self.note_addresses()
         if not self.eager or type(self.window.optimizer).__module__.startswith(_COMPILED):
-            for parameter, address in zip(self.window.weights, self._addresses):
+            for name, parameter, address in self._addresses:
                 if address_of(parameter) != address:
-                    raise RuntimeError(_REPLACED.format(parameter.name))
+                    raise RuntimeError(_REPLACED.format(name))
 
     def losses(self) -> tuple:
         """Return the losses of the open window that a `WindowLog` has seen; none if it has missed a microbatch."""

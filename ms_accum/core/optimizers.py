@@ -31,6 +31,7 @@ _RATE = re.compile(r"(^|[.[])(learning_rate|lr)(_group_\d+|\[\d+\]|\])*$")  # na
 _GROUP = re.compile(r"_group_(\d+)$")
 _IN_SCHEDULE = re.compile(r"(group_)?(learning_rate|lr)[.[]")  # places
 _GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order in which a process creates them
+_CONSTANT = (Real, str, tuple, type(None))
 _DEEPEST = 4  # attributes of attributes: self.a.b.c.network
 _MOST = 100_000  # values that are looked into
 _PLAIN = (type(None), str, bytes, Number, np.ndarray, Tensor)  # which hold nothing
@@ -238,6 +239,20 @@ def rates_of(optimizer: object) -> dict[str, Parameter]:
                 _IN_SCHEDULE.match(place)):
             found[name] = parameter
     return found
+
+
+def options_of_groups(optimizer: Any) -> list[dict[str, Any]]:
+    """Return the plain values in `param_groups`, which graphs hold as constants, but for learning rates."""
+    return [{name: value for name, value in group.items() if isinstance(value, _CONSTANT) and "lr" not in name}
+            for group in getattr(optimizer, "param_groups", ())]
+
+
+def assign_rates_of_groups(optimizer: Any) -> None:
+    """Assign learning rates that a script has put into `param_groups`, as in PyTorch, to the Parameters of graphs."""
+    for group, rate in zip(getattr(optimizer, "param_groups", ()), getattr(optimizer, "lrs", ())):
+        if isinstance(rate, Parameter) and group["lr"] is not rate:
+            ops.assign(rate, Tensor(float(group["lr"]), rate.dtype))
+            group["lr"] = rate
 
 
 def has_scheduler(optimizer: Any) -> bool:

@@ -78,7 +78,7 @@ class FlushCallback(Callback):
                              "of an epoch: inside a sink, FlushCallback cannot apply the incomplete last window; give "
                              "sink_size=-1, or leave FlushCallback out, and windows continue in the next epoch")
         for boundary in [cell.accumulator.boundary for cell in _train_cells(run_context)]:
-            boundary.warn_if_not_skipped(is_skipping(context.train_dataset))
+            boundary.begin_training(is_skipping(context.train_dataset))
         before = context.list_callback[:context.list_callback.index(self)] if self in context.list_callback else []
         if any(isinstance(callback, ModelCheckpoint) for callback in before):
             raise ValueError("ModelCheckpoint stands before FlushCallback, expected after it: at the end of an epoch "
@@ -95,18 +95,22 @@ class FlushCallback(Callback):
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Flush after the last microbatch of an epoch."""
-        if run_context.original_args().cur_step_num - self._begin == self._length:
-            self.on_train_end(run_context)
+        if self._is_complete(run_context):
+            self.on_train_epoch_end(run_context)
 
     def on_eval_begin(self, run_context: RunContext) -> None:
         """Flush before `Model.fit` evaluates; it evaluates before the end of the epoch."""
-        if "train_network" in run_context.original_args():
-            self.on_train_epoch_end(run_context)
+        if "train_network" in run_context.original_args() and not self._is_inside(run_context):
+            self.on_train_end(run_context)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Flush the window that is left when an epoch was stopped early."""
+        """Flush the window that is left when an epoch was stopped early; count the epoch, unless a stop was asked for.
+        """
         if not self._is_inside(run_context):
             self.on_train_end(run_context)
+            if self._is_complete(run_context) or not run_context.get_stop_requested():
+                for boundary in [cell.accumulator.boundary for cell in _train_cells(run_context)]:
+                    boundary.end_epoch()
 
     def on_train_end(self, run_context: RunContext) -> None:
         """Flush the window that is left when the training was stopped early."""
@@ -115,7 +119,9 @@ class FlushCallback(Callback):
                 callback.take(run_context)
         for cell in _train_cells(run_context):
             cell.flush()
-            cell.accumulator.boundary.end_epoch()
+
+    def _is_complete(self, run_context: RunContext) -> bool:
+        return run_context.original_args().cur_step_num - self._begin == self._length
 
     def _is_inside(self, run_context: RunContext) -> bool:
         """Return whether a sink, which `Model` calls an epoch, begins or ends inside an epoch of the dataset."""
@@ -330,9 +336,8 @@ class WindowLog(Callback):
             # An interrupted microbatch has left no loss, but counts. In the first call of an epoch, it is not known.
             is_new = status.epochs >= self._place[0]
             missed = 0 if is_new else trained - self._trained - 1
-            if missed > 0 and not self._has_warned:
-                self._has_warned = True
-                warn(_MISSED.format(missed, "es" * (missed != 1)), UserWarning, stacklevel=2)
+            if missed > 0:
+                self._warn_of_missed(missed)
             self._place = status.epochs + 1, self._place[1] + 1 + missed
             self._trained = trained
             self._count(loss, getattr(train_step, "loss_weights", ()))
@@ -359,7 +364,7 @@ class WindowLog(Callback):
 
     def _begin(self, accumulator: Accumulator) -> None:
         self._accumulator, self._optimizer = accumulator, accumulator.optimizer
-        self._losses = []
+        self._losses = [*accumulator.boundary.losses()]
         self._weight, self._closed = float(accumulator.weight_sum), int(accumulator.closed_windows)
         self._taken, self._place, self._trained = True, (0, 0), 0
         self._recall(accumulator.status().trained)
@@ -372,6 +377,13 @@ class WindowLog(Callback):
         else:  # others may be in the window: of their weights, only the sum is known
             self._weight -= self._weight / status.mini_step
         self._recall(status.trained - 1)
+        if not self._losses and status.mini_step > 1 and not (self._recalled and self._recalled.trained >= 0):
+            self._warn_of_missed(status.mini_step - 1)
+
+    def _warn_of_missed(self, missed: int) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn(_MISSED.format(missed, "es" * (missed != 1)), UserWarning, stacklevel=3)
 
     def _recall(self, trained: int) -> None:
         """Go on with the open window of a checkpoint, if `trained` microbatches of the epoch were trained by then."""

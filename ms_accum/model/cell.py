@@ -153,7 +153,10 @@ class TrainOneStepCell(Uncopied, nn.Cell):
             self._settle_driver()
             if samples == 0:
                 return self._count_nothing(batch)
+            generation = self._boundary.generation
             self._boundary.begin()
+            if self._boundary.generation != generation:  # an option of the optimizer was changed
+                self.compile_cache.clear()
             began = perf_counter()
             result = super().__call__(*batch)
             shapes = self._shapes.declared(len(batch)).undeclared(batch)

@@ -195,6 +195,7 @@ class TrainStep(Uncopied):
     def learning_rate(self, rate: Union[float, tuple[float, ...]]) -> None:
         """Set it, as above."""
         self.boundary.note_used_rates()
+        self.boundary.follow_groups()
         if set_rates(self.accumulator.optimizer, rate):
             self._forget_graphs()
 
@@ -484,8 +485,10 @@ class TrainStep(Uncopied):
         self._updated = False
         try:
             graphs = self._graphs_of(key)
-            shapes = self._shapes_of(graphs, batch)
+            shapes, generation = self._shapes_of(graphs, batch), self.boundary.generation
             missing = self.boundary.begin(missing, in_epoch)
+            if self.boundary.generation != generation:  # an option of the optimizer was changed
+                graphs = self._graphs_of(key)
             self._updated, self._before = None, self.boundary.updates
             # A window of one microbatch needs no buffers. For others, one graph that adds the last microbatch and
             # updates was measured: no faster, and one more backward pass to compile.

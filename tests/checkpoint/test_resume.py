@@ -512,6 +512,20 @@ def test_what_has_new_memory_op_by_op(optimizer):
             train_step.flush()
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_rate_that_was_replaced_is_reported(eager):
+    """By `set_data`, which no update sees. Control: `ops.assign`."""
+    network, train_step = built(sgd(0.1), eager=eager)
+    moved(network, train_step)
+    ops.assign(train_step.accumulator.optimizer.learning_rate, 0.05)
+    assert moved(network, train_step) == 0.05
+    train_step.accumulator.optimizer.learning_rate.set_data(ms.Tensor(0.01))
+    with pytest.raises(RuntimeError, match=r"^learning_rate was given new memory after the training had begun"):
+        save_checkpoint("c.safetensors", network, train_step)
+    with pytest.raises(RuntimeError, match=r"^learning_rate was given new memory"):
+        next(train_step.epoch([BATCH]))
+
+
 @pytest.mark.parametrize("mode", ["pynative", "jit"])
 def test_replaced_weights_are_reported_in_a_loop_by_hand(mode):
     """From the first flush or save on. Control: as long as nothing was trained, they may be replaced."""

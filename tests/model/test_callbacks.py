@@ -552,6 +552,41 @@ def test_two_logs_go_on_with_the_open_window_of_a_checkpoint():
     assert float(loss) != pytest.approx(whole[0]["loss"], rel=1e-3)
 
 
+@pytest.mark.parametrize("log", ["same", "new"])
+def test_a_model_that_goes_on_after_an_error_logs_the_whole_window(log):
+    """In one process, also by a new log. Control: the loss of the microbatch that the second call trains."""
+    network, cell = make_cell(accumulate_step=3)
+    data, rows = batches([6] * 6), []
+
+    def stop(context):
+        if context.original_args().cur_step_num == 2:
+            raise KeyError("stop")
+
+    def run(given, *callbacks):
+        Model(cell).train(1, dataset_of(given), callbacks=[FlushCallback(), *callbacks], dataset_sink_mode=False)
+
+    losses = [float(mean_loss(network)(*tensors(*batch))) for batch in data[:3]]
+    first, late = WindowLog(rows.append), []
+    with pytest.raises(KeyError):
+        run(data, first, Own(on_train_step_end=stop))
+    run(data[2:], first if log == "same" else WindowLog(rows.append), WindowLog(lambda row: late.append(row["loss"])))
+    assert rows[0]["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    assert late == [row["loss"] for row in rows]
+    assert losses[2] != pytest.approx(np.mean(losses), rel=1e-3)
+
+
+def test_a_log_that_begins_in_an_open_window_says_what_it_has_not_seen():
+    """Control: one that begins with the window."""
+    network, rows = MLP(), []
+    for begins, said in ((0, []), (1, ["WindowLog was not called after 1 microbatch, so the loss of their window is"])):
+        step, log = make_train_step(mean_loss(network), nn.SGD(network.trainable_params()), 3), WindowLog(rows.append)
+        with recorded_warnings() as caught:
+            for i, loss in enumerate(step.epoch([tensors(*batch) for batch in batches([4] * 6)])):
+                if i >= begins:
+                    log(step, loss)
+        assert [str(each.message).partition(" that of")[0] for each in caught] == said
+
+
 def test_a_log_that_misses_microbatches_says_so(recwarn):
     """Once. Control: a log that is called after each microbatch says nothing, over two epochs."""
     network, cell = make_cell(accumulate_step=2)
@@ -609,6 +644,7 @@ def test_flush_after_a_stop_in_mid_epoch(tested):
     assert open_windows == [0] * tested
     assert inner.steps == [1, 2]
     assert int(cell.accumulator.update_step) == 2
+    assert (cell.status().epochs, cell.status().trained) == (0, 3)
     assert difference(values(network.trainable_params()), oracle.parameters) <= 1e-6
     cell(*tensors(*batches([6])[0]))  # negative control: a test of its own is none of the training's
     model.eval(dataset([8]), callbacks=[FlushCallback()], dataset_sink_mode=False)

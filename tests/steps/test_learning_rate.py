@@ -9,7 +9,7 @@ from mindspore.experimental import optim
 from support.differential.optimizers import build_optimizer, multiply_rates
 from support.modes import running
 
-from ms_accum import load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.selftest.comparing import relative, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
@@ -105,6 +105,53 @@ def test_the_rate_of_a_schedule_a_list_and_groups_is_that_of_the_next_update(mod
 
 
 @pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("way", ["step", "graph", "eager", "cell", "cell in a graph"])
+@pytest.mark.parametrize("option", ["lr", "weight_decay"])
+def test_what_a_script_puts_into_param_groups_counts_as_in_pytorch(option, way, tmp_path):
+    """Against MindSpore alone, op by op. Control: what it was before. A group that is added is refused."""
+    values_of = {"lr": (0.1, 0.05, 0.02), "weight_decay": (0.0, 0.5, 0.1)}[option]
+
+    def build():
+        network = MLP()
+        return network, optim.SGD(network.trainable_params(), lr=0.1)
+
+    def plain(changes):
+        network, optimizer = build()
+        grad_fn = ms.value_and_grad(mean_loss(network), None, optimizer.parameters)
+        for value, batch in zip(values_of, DATA):
+            if changes:
+                optimizer.param_groups[0][option] = value
+            optimizer(grad_fn(*batch)[1])
+        return values(network.trainable_params())
+
+    expected, control = plain(True), plain(False)
+    with running("graph" if "graph" in way else "pynative"):
+        network, optimizer = build()
+        if "cell" in way:
+            step = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer, 2)
+        else:
+            step = make_train_step(mean_loss(network), optimizer, 2, eager=way == "eager")
+        for value, batch in zip(values_of, DATA):
+            optimizer.param_groups[0][option] = value
+            for _ in range(2):
+                step(*batch)
+        assert relative(values(network.trainable_params()), expected) < 1e-5
+        assert relative(values(network.trainable_params()), control) > 1e-3
+        if option == "lr" and "cell" not in way:
+            optimizer.param_groups[0]["lr"] = 0.25
+            save_checkpoint(tmp_path / "a.safetensors", network, step)
+            assert step.learning_rate == 0.25
+            network, optimizer = build()
+            step = make_train_step(mean_loss(network), optimizer, 2, eager=way == "eager")
+            load_checkpoint(tmp_path / "a.safetensors", network, step)
+            assert step.learning_rate == 0.25
+            step.learning_rate *= 2
+            assert step.learning_rate == 0.5
+        optimizer.add_param_group({"params": [ms.Parameter(Tensor([1.0]), name="more")]})
+        with pytest.raises(ValueError, match=r"^a group of parameters was added to the optimizer"):
+            step(*DATA[0])
+
+
 def test_a_list_that_is_used_up_has_no_rate():
     network = MLP()
     step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), [0.5, 0.1]), 1)
