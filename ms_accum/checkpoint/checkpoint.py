@@ -53,8 +53,10 @@ _OUTSIDE = "; call it between two calls of the train step, or in train_step.on_u
 P = ParamSpec("P")
 T = TypeVar("T")
 _SCALER = "accumulator:loss_scaler."
-_SCHEDULER = ("a scheduler of mindspore.experimental.optim counts its steps itself, and {} does not hold that count; "
-              "save int(scheduler.last_epoch), and what else it counts, as extra, and assign it after the load")
+_INITIAL = "initial_lr"  # what such a scheduler puts into `param_groups`
+_SCHEDULER = ("a scheduler of mindspore.experimental.optim counts its steps itself, and {} holds that count only as "
+              "extra: save int(scheduler.last_epoch), and what else it counts; build the scheduler before the load, and "
+              "call ops.assign(scheduler.last_epoch, count) after it")
 _OF_RANK = re.compile(r"rank\d+:")  # how the names of other ranks' entries begin
 _UNIT, _TORN, _SCALE, _EMPTY = (f"accumulator:{name}" for name in (
     "weight_unit", "unfinished", "loss_scaler.scale_value", "empty_windows"))
@@ -245,7 +247,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         boundary.given = {**run.given, **{name: about["given"][name] for name in run.kept(about, entries)}}
     if notes and rank == 0:
         warn(f"{path} was saved by a run that differs from this one: {', '.join(notes)}", UserWarning, stacklevel=3)
-    if has_scheduler(accumulator.optimizer) and rank == 0:
+    if rank == 0 and (has_scheduler(accumulator.optimizer) or _INITIAL in about.get("given", {})):
         warn(_SCHEDULER.format(path), UserWarning, stacklevel=3)
     return own("extra")
 
@@ -436,7 +438,8 @@ class _State:
         reached = {name: {name: f"{given[name].get(name)} ({text} when it was saved)"}
                    for name, text in about.get("reached", {}).items() if name in given}
         notes += [note for name in of_script
-                  for note in changes(name, reached.get(name, given.get(name, {})), self.given.get(name, {}))]
+                  for note in changes(name, reached.get(name, given.get(name, {})), self.given.get(name, {}))
+                 if name != _INITIAL]
         # A rate lowered before a return to the best file: the file's holds again.
         notes += [f"{name} {text} -> {value} (set it again after the load)" for name, text in self.reached.items()
                   if name not in of_script and f"optimizer:{name}" in found
