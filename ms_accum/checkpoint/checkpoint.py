@@ -55,8 +55,8 @@ T = TypeVar("T")
 _SCALER = "accumulator:loss_scaler."
 _INITIAL = "initial_lr"  # what such a scheduler puts into `param_groups`
 _SCHEDULER = ("a scheduler of mindspore.experimental.optim counts its steps itself, and {} holds that count only as "
-              "extra: save int(scheduler.last_epoch), and what else it counts; build the scheduler before the load, and "
-              "call ops.assign(scheduler.last_epoch, count) after it")
+              "extra: save int(scheduler.last_epoch), and what else it counts; build the scheduler before the load, "
+              "and call ops.assign(scheduler.last_epoch, count) after it")
 _OF_RANK = re.compile(r"rank\d+:")  # how the names of other ranks' entries begin
 _UNIT, _TORN, _SCALE, _EMPTY = (f"accumulator:{name}" for name in (
     "weight_unit", "unfinished", "loss_scaler.scale_value", "empty_windows"))

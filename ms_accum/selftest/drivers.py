@@ -108,7 +108,7 @@ class Driver:
 
     def _by_backward(self, weight_fn: Optional[Callable]) -> Callable:
         def train_step(*batch: Tensor) -> Any:
-            for arguments in self.accumulator.epoch([batch]):
+            for arguments in self.accumulator.epoch([batch], resume=False):  # also after a load in mid-epoch
                 loss = self.forward_fn(*arguments)
                 weight = batch[0].shape[0] if weight_fn is None else weight_fn(*arguments)
                 self.accumulator.backward(loss if self.divisor == 1 else loss / self.divisor, weight)
