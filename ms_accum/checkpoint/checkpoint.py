@@ -433,13 +433,13 @@ class _State:
         notes = [f"{name} {about[name]} -> {self.settings[name]}" for name in changed]
         # Older files do not know it, or not the class.
         given: dict[str, dict[str, str]] = {CLASS: self.given.get(CLASS, {}), **about.get("given", self.given)}
-        of_script = [name for name in {**given, **self.given} if given.get(name) != self.given.get(name)]
+        of_script = [name for name in {**given, **self.given}
+                     if given.get(name) != self.given.get(name) and name != _INITIAL]
         # A rate that was lowered in training: "0.1 -> 0.05" alone would not say that the run had reached 0.01.
         reached = {name: {name: f"{given[name].get(name)} ({text} when it was saved)"}
                    for name, text in about.get("reached", {}).items() if name in given}
         notes += [note for name in of_script
-                  for note in changes(name, reached.get(name, given.get(name, {})), self.given.get(name, {}))
-                 if name != _INITIAL]
+                  for note in changes(name, reached.get(name, given.get(name, {})), self.given.get(name, {}))]
         # A rate lowered before a return to the best file: the file's holds again.
         notes += [f"{name} {text} -> {value} (set it again after the load)" for name, text in self.reached.items()
                   if name not in of_script and f"optimizer:{name}" in found

@@ -286,22 +286,24 @@ class Accumulator(Uncopied):
     def _epoch(self, batches: Iterable[Batch], resume: Optional[bool]) -> Generator[Batch, None, None]:
         boundary = self.boundary
         skip = boundary.begin_epoch(resume)
-        loop, place, is_empty = boundary.loop, self.window.place.asnumpy().tolist(), True
+        loop, is_empty, (epochs, trained) = boundary.loop, True, self.window.place.asnumpy().tolist()
         try:
             with recording() as record:
                 for batch in without_first(skip, batches):
-                    is_empty, place[1] = False, place[1] + 1
+                    is_empty, trained = False, trained + 1
                     record()  # a gradient that the loop has computed may have switched it off
-                    boundary.begin_batch(tuple(place))
+                    boundary.begin_batch((epochs, trained))
                     yield batch
-                    boundary.end_batch(loop)
-        except Exception:
+                    boundary.end_batch(loop, (epochs, trained))
+            if is_empty and skip == 0:
+                warn_of_no_batch("accumulator")
+            self.flush()
+            boundary.end_epoch(is_empty)
+        except GeneratorExit:  # the loop was left
+            raise
+        except BaseException:
             boundary.note_interrupted(loop)
             raise
-        if is_empty and skip == 0:
-            warn_of_no_batch("accumulator")
-        self.flush()
-        boundary.end_epoch(is_empty)
 
     def backward(self, loss: Tensor, weight: Scalar = 1.0) -> Tensor:
         """Run the backward pass of a loss, add its gradients, and update if the window is full: op by op, in `epoch`.

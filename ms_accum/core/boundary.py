@@ -462,12 +462,12 @@ class Boundary:
         """Begin a batch of a loop by hand, after which the loop is at this place, however often the body is called."""
         self._after_batch, self._calls, self._place = place, 0, None
 
-    def end_batch(self, loop: int) -> None:
-        """End a batch of a loop by hand, of this number; see `go_on`."""
-        place, self._after_batch, self._place = self._after_batch, None, None
-        assert place is not None
-        if loop == self.loop and self._calls != 1:  # the device has counted the calls; in a graph, they are not known
-            self._set_place(*place)
+    def end_batch(self, loop: int, place: tuple[int, int]) -> None:
+        """End a batch of a loop by hand, of this number, after which it is at this place; see `go_on`."""
+        if loop == self.loop:
+            self._after_batch = self._place = None
+            if self._calls != 1:  # the device has counted the calls; in a graph, they are not known
+                self._set_place(*place)
         self.go_on(loop, place)
 
     def begin_training(self, skips: bool) -> None:
@@ -578,21 +578,20 @@ class Boundary:
         for function in due:
             function()
 
-    def follow_groups(self) -> bool:
-        """Let graphs see what a script has put into the optimizer's `param_groups`. Return whether they were forgotten.
+    def follow_groups(self) -> None:
+        """Let graphs see what a script has put into the optimizer's `param_groups`. Forget them if they cannot.
 
         Raise ValueError if a group was added.
         """
         if not self._options:
-            return False
+            return
         options = options_of_groups(self.window.optimizer)
         if len(options) != len(self._options):
             raise ValueError(_ADDED)
-        assign_rates_of_groups(self.window.optimizer)
-        is_changed, self._options = options != self._options, options
-        if is_changed:
+        is_constant = assign_rates_of_groups(self.window.optimizer) and follow_rates(self.window.optimizer)
+        if is_constant or options != self._options:
             self.forget_graphs()
-        return is_changed
+        self._options = options
 
     def note_used_rates(self) -> None:
         """Note the rates of the last update, for a log, before others are set."""

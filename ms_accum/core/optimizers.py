@@ -247,12 +247,17 @@ def options_of_groups(optimizer: Any) -> list[dict[str, Any]]:
             for group in getattr(optimizer, "param_groups", ())]
 
 
-def assign_rates_of_groups(optimizer: Any) -> None:
-    """Assign learning rates that a script has put into `param_groups`, as in PyTorch, to the Parameters of graphs."""
+def assign_rates_of_groups(optimizer: Any) -> bool:
+    """Assign learning rates that a script has put into `param_groups`, as in PyTorch, to the Parameters of graphs.
+
+    Return whether there was one.
+    """
+    found = False
     for group, rate in zip(getattr(optimizer, "param_groups", ()), getattr(optimizer, "lrs", ())):
         if isinstance(rate, Parameter) and group["lr"] is not rate:
             ops.assign(rate, Tensor(float(group["lr"]), rate.dtype))
-            group["lr"] = rate
+            group["lr"], found = rate, True
+    return found
 
 
 def has_scheduler(optimizer: Any) -> bool:

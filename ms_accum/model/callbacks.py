@@ -327,6 +327,8 @@ class WindowLog(Callback):
             self._held, self._skipped = 0, status.skipped
             if loss is not None:
                 self._came_late(status)
+                if not self._losses and recalled.trained < 0:
+                    self._warn_of_missed(status.mini_step - 1)
             self._begin_file(status, loss is not None and status.mini_step == 0)
         if loss is None:
             self._catch_up()
@@ -336,8 +338,7 @@ class WindowLog(Callback):
             # An interrupted microbatch has left no loss, but counts. In the first call of an epoch, it is not known.
             is_new = status.epochs >= self._place[0]
             missed = 0 if is_new else trained - self._trained - 1
-            if missed > 0:
-                self._warn_of_missed(missed)
+            self._warn_of_missed(missed)
             self._place = status.epochs + 1, self._place[1] + 1 + missed
             self._trained = trained
             self._count(loss, getattr(train_step, "loss_weights", ()))
@@ -376,12 +377,11 @@ class WindowLog(Callback):
             self._weight, self._closed = 0.0, self._closed - 1
         else:  # others may be in the window: of their weights, only the sum is known
             self._weight -= self._weight / status.mini_step
+        self._losses = []  # another log may have seen the microbatch itself
         self._recall(status.trained - 1)
-        if not self._losses and status.mini_step > 1 and not (self._recalled and self._recalled.trained >= 0):
-            self._warn_of_missed(status.mini_step - 1)
 
     def _warn_of_missed(self, missed: int) -> None:
-        if not self._has_warned:
+        if missed > 0 and not self._has_warned:
             self._has_warned = True
             warn(_MISSED.format(missed, "es" * (missed != 1)), UserWarning, stacklevel=3)
 

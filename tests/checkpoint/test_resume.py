@@ -590,6 +590,51 @@ def test_a_loop_of_backward_goes_on_at_the_place_of_a_checkpoint(calls, at):
     assert train(network, accumulator)[2] == (2, 0)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
+def test_a_loop_of_backward_goes_on_after_its_source_has_failed(error):
+    """In one process. Control: a loop that was left by `break` is not known to go on."""
+    network = nn.Dense(2, 1, weight_init="ones")
+    accumulator, data = Accumulator(sgd(0.1)(network), 2, reduction="mean"), [BATCH] * 5
+
+    def failing():
+        yield from data[:3]
+        raise error
+
+    def train(batches, ends_at=None, **options):
+        seen = 0
+        for batch in accumulator.epoch(batches, **options):
+            accumulator.backward(network(ms.Tensor(batch)).mean(), len(batch))
+            seen += 1
+            if seen == ends_at:
+                break
+        return seen
+
+    with pytest.raises(error):
+        train(failing())
+    assert train(data, resume=True) == 2
+    assert accumulator.status()[-3:-1] == (1, 0)
+    assert train(data, ends_at=3) == 3
+    with pytest.raises(RuntimeError, match="the last loop was left in epoch 1"):
+        train(data, resume=True)
+
+
+def test_a_loop_of_backward_in_another_one_of_its_accumulator_is_refused():
+    """Where the outer one goes on. Control: a loop of another accumulator."""
+    networks = [nn.Dense(2, 1, weight_init="ones") for _ in range(2)]
+    one, other = (Accumulator(sgd(0.1)(network), 2, reduction="mean") for network in networks)
+
+    def train(inner, network):
+        for batch in one.epoch([BATCH] * 2):
+            one.backward(networks[0](ms.Tensor(batch)).mean())
+            for again in inner.epoch([BATCH]):
+                inner.backward(network(ms.Tensor(again)).mean())
+
+    train(other, networks[1])
+    assert (one.status().epochs, other.status().epochs) == (1, 2)
+    with pytest.raises(RuntimeError, match="^another loop over epoch has begun"):
+        train(one, networks[0])
+
+
 def test_a_scheduler_that_counts_its_own_steps_is_named_by_a_load():
     """Its count, saved and assigned as the warning says, gives the same rates. Controls: without it; no scheduler."""
     def make():

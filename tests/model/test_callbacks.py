@@ -575,6 +575,22 @@ def test_a_model_that_goes_on_after_an_error_logs_the_whole_window(log):
     assert losses[2] != pytest.approx(np.mean(losses), rel=1e-3)
 
 
+@pytest.mark.parametrize("eager", [False, True])
+def test_two_logs_in_one_loop_have_the_same_rows(eager):
+    """Each counts each microbatch once. Control: the losses of the microbatches of a window differ."""
+    network, rows = MLP(), ([], [])
+    step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params()), 3, eager=eager)
+    logs, losses = [WindowLog(each.append) for each in rows], []
+    for loss in step.epoch([tensors(*batch) for batch in batches([4] * 6)]):
+        losses.append(float(loss))
+        for log in logs:
+            log(step, loss)
+    expected = np.mean(np.reshape(losses, (2, 3)), 1)
+    for each in rows:
+        assert [row["loss"] for row in each] == pytest.approx(expected, rel=1e-6)
+    assert losses[0] != pytest.approx(expected[0], rel=1e-3)
+
+
 def test_a_log_that_begins_in_an_open_window_says_what_it_has_not_seen():
     """Control: one that begins with the window."""
     network, rows = MLP(), []
@@ -585,6 +601,7 @@ def test_a_log_that_begins_in_an_open_window_says_what_it_has_not_seen():
                 if i >= begins:
                     log(step, loss)
         assert [str(each.message).partition(" that of")[0] for each in caught] == said
+        assert {each.filename for each in caught} <= {__file__}
 
 
 def test_a_log_that_misses_microbatches_says_so(recwarn):

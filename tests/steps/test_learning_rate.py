@@ -152,6 +152,22 @@ def test_what_a_script_puts_into_param_groups_counts_as_in_pytorch(option, way, 
             step(*DATA[0])
 
 
+def test_a_rate_put_into_param_groups_of_an_optimizer_whose_graphs_hold_a_number():
+    """`mint.optim.SGD` in a graph. Control: the rate before."""
+    with running("graph"):
+        network = MLP()
+        optimizer = mint.optim.SGD(network.trainable_params(), lr=0.1)
+        step, moved = make_train_step(mean_loss(network), optimizer, 1), []
+        for rate in (0.1, 0.05):
+            optimizer.param_groups[0]["lr"] = rate
+            before = values(network.trainable_params())
+            step(*DATA[0])
+            after = values(network.trainable_params())
+            moved.append(max(np.abs(one - other).max() for one, other in zip(after, before)))
+            assert step.learning_rate == rate
+        assert moved[1] < 0.7 * moved[0]
+
+
 def test_a_list_that_is_used_up_has_no_rate():
     network = MLP()
     step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), [0.5, 0.1]), 1)
