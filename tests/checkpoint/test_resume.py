@@ -129,6 +129,17 @@ def test_what_the_script_gives_the_optimizer_counts(case, compiled_if_slow):
         assert moved(*resumed, 1) == pytest.approx(first, rel=1e-5 if expected else 1)
 
 
+def test_other_betas_are_named():
+    """`nn.AdamWeightDecay` holds them in attributes alone, `nn.Adam` in two places. Control: the same."""
+    for optimizer in (nn.AdamWeightDecay, nn.Adam):
+        def make(network, beta=0.9, optimizer=optimizer):
+            return optimizer(network.trainable_params(), 0.1, beta1=beta)
+
+        save_checkpoint("c.safetensors", *built(make))
+        assert loaded(*built(make)) == ""
+        assert loaded(*built(lambda network, make=make: make(network, 0.5))) == "beta1 0.9 -> 0.5"
+
+
 def test_a_schedule_of_the_file_is_not_kept(compiled_if_slow):
     save_checkpoint("c.safetensors", *built(sgd(exponential(0.1))))
     said = loaded(*built(sgd(exponential(0.4))), keep_rates=True)
@@ -631,7 +642,7 @@ def test_a_loop_of_backward_in_another_one_of_its_accumulator_is_refused():
 
     train(other, networks[1])
     assert (one.status().epochs, other.status().epochs) == (1, 2)
-    with pytest.raises(RuntimeError, match="^another loop over epoch has begun"):
+    with pytest.raises(RuntimeError, match=r"^another loop over epoch has begun"):
         train(one, networks[0])
 
 

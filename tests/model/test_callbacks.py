@@ -666,6 +666,8 @@ def test_flush_after_a_stop_in_mid_epoch(tested):
     cell(*tensors(*batches([6])[0]))  # negative control: a test of its own is none of the training's
     model.eval(dataset([8]), callbacks=[FlushCallback()], dataset_sink_mode=False)
     assert int(cell.accumulator.mini_step) == 1
+    train(cell, FlushCallback())  # from the first batch on: the epoch that was left has ended
+    assert (cell.status().epochs, cell.status().trained) == (2, 0)
 
 
 def test_flush_keeps_to_the_ends_of_epochs_that_differ_in_length():
