@@ -360,12 +360,13 @@ class WindowLog(Callback):
         """Remember the state of the accumulator, and begin the file."""
         self._since = perf_counter()
         self._begin(_one_cell(self, run_context).accumulator)
+        self._losses = self._losses or [*self._accumulator.boundary.losses()]  # of a call that an error has ended
         self._before = None
         self._begin_file(self._accumulator.status(), False)
 
     def _begin(self, accumulator: Accumulator) -> None:
         self._accumulator, self._optimizer = accumulator, accumulator.optimizer
-        self._losses = [*accumulator.boundary.losses()]
+        self._losses = []
         self._weight, self._closed = float(accumulator.weight_sum), int(accumulator.closed_windows)
         self._taken, self._place, self._trained = True, (0, 0), 0
         self._recall(accumulator.status().trained)
@@ -377,7 +378,6 @@ class WindowLog(Callback):
             self._weight, self._closed = 0.0, self._closed - 1
         else:  # others may be in the window: of their weights, only the sum is known
             self._weight -= self._weight / status.mini_step
-        self._losses = []  # another log may have seen the microbatch itself
         self._recall(status.trained - 1)
 
     def _warn_of_missed(self, missed: int) -> None:
