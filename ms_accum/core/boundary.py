@@ -66,6 +66,8 @@ _TORN_UPDATE = ("an error or an interrupt stopped an update, so it may have chan
 _REPLACED = ("{} was given new memory after the training had begun (by load_param_into_net or set_data), but compiled "
              "graphs keep the old one: what was trained since then is not in the network; load weights with "
              "ms_accum.load_weights, or assign them with ops.assign, and build the optimizer and the train step again")
+_STALE = ("{} was given new memory after the training had begun (by load_param_into_net or set_data); compiled graphs "
+          "that use it keep its old values; copy new ones into it, with ms_accum.load_weights or ops.assign")
 _STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
           "finite{}, after update {}; look for NaN in the batches since then, lower the initial loss scale or the "
           "learning rate, or load a checkpoint; another call continues the training")
@@ -191,7 +193,9 @@ class Boundary:
         self.logged = self.recalled = Logged()
         self.used_rates: Optional[tuple[float, ...]] = None  # of the last update, if others were set since, or may be
         self.layers: list[nn.Cell] = []  # of the networks that a train step was found to use
-        self._addresses: list[tuple[str, Parameter, int]] = []  # of their memory, after the first microbatch
+        # Of the memory, after the first microbatch: of what is trained, and of what else the layers hold.
+        self._addresses: list[tuple[str, Parameter, int]] = []
+        self._other_addresses: list[tuple[Parameter, int]] = []
         self._is_doubled = False  # whether the last update was number 1, 2, 4, 8, ...
         self._warned = self._warned_of_empty = False  # of many skips; of windows of weight 0
         self._empty_before = 0  # such windows of the run that was loaded
@@ -773,16 +777,21 @@ class Boundary:
 
     def note_addresses(self) -> None:
         """Note where the memory of parameters and rates is. MindSpore keeps slices elsewhere, if it shards."""
+        if shards():
+            return
         weights = [(parameter.name, parameter) for parameter in self.window.weights]
-        self._addresses = [] if shards() else [
-            (name, parameter, address_of(parameter))
-            for name, parameter in (*weights, *rates_of(self.window.optimizer).items())]
+        self._addresses = [(name, parameter, address_of(parameter))
+                           for name, parameter in (*weights, *rates_of(self.window.optimizer).items())]
+        trained = {id(parameter) for parameter in self.window.weights}
+        self._other_addresses = [(parameter, address_of(parameter)) for layer in self.layers
+                                 for parameter in layer.get_parameters(expand=False) if id(parameter) not in trained]
 
     def require_same_memory(self) -> None:
-        """Raise RuntimeError if a parameter or a rate has new memory, which no compiled graph knows.
+        """Raise RuntimeError if a trained parameter or a rate has new memory, which no compiled graph knows.
 
-        Op by op, it is the optimizer that is compiled, if it is one of `mindspore.nn` or `mindspore.experimental`. By
-        hand, nobody notes the memory after the first microbatch, so the first call of this does it.
+        Warn if another parameter of the layers has, such as one of a target network, or a statistic. Op by op, only the
+        optimizer is compiled, if it is one of `mindspore.nn` or `mindspore.experimental`. By hand, nobody notes the
+        memory after the first microbatch, so the first call of this does it.
         """
         if self._filled_by_hand and not self._addresses:
             self.note_addresses()
@@ -790,6 +799,11 @@ class Boundary:
             for name, parameter, address in self._addresses:
                 if address_of(parameter) != address:
                     raise RuntimeError(_REPLACED.format(name))
+        if not self.eager:
+            for i, (parameter, address) in enumerate(self._other_addresses):
+                if address_of(parameter) != address:
+                    self._other_addresses[i] = parameter, address_of(parameter)  # warn of each value once
+                    warn(_STALE.format(parameter.name), UserWarning, stacklevel=2)
 
     def losses(self) -> tuple:
         """Return the losses of the open window that a `WindowLog` has seen; none if it has missed a microbatch."""

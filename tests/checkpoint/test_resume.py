@@ -537,6 +537,52 @@ def test_a_rate_that_was_replaced_is_reported(eager):
         next(train_step.epoch([BATCH]))
 
 
+class Target(nn.Cell):
+    """A network and a target network, whose values the script replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = nn.Dense(2, 1, weight_init="ones")
+        self.target = nn.Dense(2, 1, weight_init="ones", has_bias=False)
+        self.target.weight.requires_grad = False
+        self.update_parameters_name("both.")
+
+    def construct(self, x):
+        return (self.network(x) * self.target(x)).mean()
+
+
+@pytest.mark.parametrize("by", ["load_weights", "assign", "load_param_into_net", "set_data"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_target_network_that_was_replaced_is_reported(eager, by):
+    """A compiled step goes on with the old values. Controls: what writes into the memory counts, without a warning; op
+    by op, both do."""
+    both = Target()
+    train_step = make_train_step(both, nn.SGD(both.network.trainable_params(), 0.1), 1, eager=eager)
+
+    def gradient():
+        before = both.network.bias.asnumpy()[0]
+        train_step(BATCH)
+        return round(float(before - both.network.bias.asnumpy()[0]) / 0.1, 4)  # the mean of target(x)
+
+    assert gradient() == 2
+    new = {"both.target.weight": ms.Parameter(ms.Tensor([[2.0, 3.0]]), name="both.target.weight")}
+    if by == "load_weights":
+        load_weights(new, both.target)
+    elif by == "load_param_into_net":
+        ms.load_param_into_net(both.target, new)
+    elif by == "set_data":
+        both.target.weight.set_data(ms.Tensor([[2.0, 3.0]]))
+    else:
+        ops.assign(both.target.weight, ms.Tensor([[2.0, 3.0]]))
+    is_stale = not eager and by in ("load_param_into_net", "set_data")
+    with recorded_warnings() as caught:
+        assert gradient() == (2 if is_stale else 5)
+        for _ in range(2):
+            train_step.flush()
+    assert [str(warning.message).partition(" (by")[0] for warning in caught] == is_stale * [
+        "both.target.weight was given new memory after the training had begun"]
+
+
 @pytest.mark.parametrize("mode", ["pynative", "jit"])
 def test_replaced_weights_are_reported_in_a_loop_by_hand(mode):
     """From the first flush or save on. Control: as long as nothing was trained, they may be replaced."""
