@@ -589,11 +589,11 @@ class Boundary:
         """
         if not self._options:
             return
+        assign_rates_of_groups(self.window.optimizer)
         options = options_of_groups(self.window.optimizer)
         if len(options) != len(self._options):
             raise ValueError(_ADDED)
-        is_constant = assign_rates_of_groups(self.window.optimizer) and follow_rates(self.window.optimizer)
-        if is_constant or options != self._options:
+        if options != self._options:
             self.forget_graphs()
         self._options = options
 
@@ -833,8 +833,7 @@ class Boundary:
         ops.assign(window.empty_windows, 0)  # older files do not hold it
         yield  # no `finally`: after an error, the mark has to stay
         window.adopt(float(window.weight_unit))
-        if follow_rates(window.optimizer):
-            self.forget_graphs()
+        follow_rates(window.optimizer)
         ops.assign(window.unfinished, 0)
         self.note_saved()
         self.logged = Logged(int(window.closed_windows), float(window.weight_sum), losses, int(window.place[1]))

@@ -32,6 +32,7 @@ _GROUP = re.compile(r"_group_(\d+)$")
 _IN_SCHEDULE = re.compile(r"(group_)?(learning_rate|lr)[.[]")  # places
 _GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order in which a process creates them
 _CONSTANT = (Real, str, tuple, type(None))
+_NO_OPTIONS = ("lr", "initial_lr")  # a Parameter, unless a script has just replaced it; what only a scheduler reads
 _DEEPEST = 4  # attributes of attributes: self.a.b.c.network
 _MOST = 100_000  # values that are looked into
 _PLAIN = (type(None), str, bytes, Number, np.ndarray, Tensor)  # which hold nothing
@@ -242,22 +243,18 @@ def rates_of(optimizer: object) -> dict[str, Parameter]:
 
 
 def options_of_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the plain values in `param_groups`, which graphs hold as constants, but for learning rates."""
-    return [{name: value for name, value in group.items() if isinstance(value, _CONSTANT) and "lr" not in name}
+    """Return the plain values in `param_groups`, which graphs hold as constants."""
+    return [{name: value for name, value in group.items() if isinstance(value, _CONSTANT) and name not in _NO_OPTIONS}
             for group in getattr(optimizer, "param_groups", ())]
 
 
-def assign_rates_of_groups(optimizer: Any) -> bool:
-    """Assign learning rates that a script has put into `param_groups`, as in PyTorch, to the Parameters of graphs.
-
-    Return whether there was one.
-    """
-    found = False
+def assign_rates_of_groups(optimizer: Any) -> None:
+    """Assign learning rates that a script has put into `param_groups`, as in PyTorch, to the Parameters of graphs."""
     for group, rate in zip(getattr(optimizer, "param_groups", ()), getattr(optimizer, "lrs", ())):
         if isinstance(rate, Parameter) and group["lr"] is not rate:
             ops.assign(rate, Tensor(float(group["lr"]), rate.dtype))
-            group["lr"], found = rate, True
-    return found
+            group["lr"] = rate
+            follow_rates(optimizer)
 
 
 def has_scheduler(optimizer: Any) -> bool:
@@ -315,8 +312,8 @@ def next_rates(optimizer: Any) -> Union[float, tuple[float, ...]]:
     return rates if len(rates) > 1 else rates[0]
 
 
-def set_rates(optimizer: Any, given: Any) -> bool:
-    """Set the learning rates: one number for all, or one for each. Return whether graphs must be compiled again.
+def set_rates(optimizer: Any, given: Any) -> None:
+    """Set the learning rates: one number for all, or one for each.
 
     Raise TypeError or ValueError, before anything is set, if there is a schedule or a list of rates, or numbers do not
     fit.
@@ -332,25 +329,23 @@ def set_rates(optimizer: Any, given: Any) -> bool:
         raise ValueError(f"learning_rate is {len(values)} numbers, expected one for each of the {len(rates)} rates "
                          f"of {name}, or one number for all")
     values = [number("learning_rate", value, lambda rate: 0 <= rate < inf, "a finite number >= 0") for value in values]
-    is_constant = follow_rates(optimizer, always=True)
+    follow_rates(optimizer, always=True)
     rates = rates_in(optimizer)
     if not all(isinstance(rate, Parameter) for rate in rates):
         raise ValueError(_FIXED.format(name))
     for rate, value in zip(rates, values):
         ops.assign(rate, Tensor(value, rate.dtype))
-    return is_constant
 
 
-def follow_rates(optimizer: Any, always: bool = False) -> bool:
+def follow_rates(optimizer: Any, always: bool = False) -> None:
     """Let `mint.optim.SGD` update with its Parameter "lr" where it has another value than the constant in its graphs.
 
-    Return whether graphs must be compiled again. `always`: also if the values are equal.
+    `always`: also if the values are equal. Graphs must then be compiled again; see `options_of_groups`.
     """
-    constant = [group for group in getattr(optimizer, "param_groups", ()) if isinstance(group.get("lr_float"), Real)]
-    constant = [group for group in constant if always or np.float32(group["lr_float"]) != group["lr"].asnumpy()]
-    for group in constant:
-        group["lr_float"] = group["lr"]
-    return bool(constant)
+    for group in getattr(optimizer, "param_groups", ()):
+        constant = group.get("lr_float")
+        if isinstance(constant, Real) and (always or np.float32(constant) != group["lr"].asnumpy()):
+            group["lr_float"] = group["lr"]
 
 
 def divided_state(optimizer: object) -> dict[int, Parameter]:

@@ -196,8 +196,7 @@ class TrainStep(Uncopied):
         """Set it, as above."""
         self.boundary.note_used_rates()
         self.boundary.follow_groups()
-        if set_rates(self.accumulator.optimizer, rate):
-            self._forget_graphs()
+        set_rates(self.accumulator.optimizer, rate)
 
     def epoch(self, batches: Iterable, resume: Optional[bool] = None) -> Iterator[Any]:
         """Train on each batch, yield its loss, and apply the incomplete last window.

@@ -168,6 +168,38 @@ def test_a_rate_put_into_param_groups_of_an_optimizer_whose_graphs_hold_a_number
         assert moved[1] < 0.7 * moved[0]
 
 
+@pytest.mark.parametrize("by", ["step", "groups", "load"])
+def test_two_steps_share_an_optimizer_whose_graphs_hold_a_number(by, tmp_path):
+    """A rate that one of them sets, or loads, counts for the other. Control: the rate before."""
+    with running("graph"):
+        network = MLP()
+        optimizer = mint.optim.SGD(network.trainable_params(), lr=0.5)
+        one, other = (make_train_step(mean_loss(network), optimizer, 1) for _ in range(2))
+
+        def moved():
+            before = values(network.trainable_params())
+            other(*DATA[0])
+            return max(np.abs(x - y).max() for x, y in zip(before, values(network.trainable_params())))
+
+        one(*DATA[0])
+        before = moved()
+        if by == "groups":
+            optimizer.param_groups[0]["lr"] = 0.05
+            one(*DATA[0])
+        else:
+            one.learning_rate = 0.05
+        if by == "load":  # into a network and steps whose graphs hold 0.5
+            save_checkpoint(tmp_path / "run.safetensors", network, one)
+            network = MLP()
+            optimizer = mint.optim.SGD(network.trainable_params(), lr=0.5)
+            one, other = (make_train_step(mean_loss(network), optimizer, 1) for _ in range(2))
+            one(*DATA[0])
+            before = moved()
+            load_checkpoint(tmp_path / "run.safetensors", network, one)
+        assert other.learning_rate == pytest.approx(0.05)
+        assert moved() < 0.2 * before
+
+
 def test_a_list_that_is_used_up_has_no_rate():
     network = MLP()
     step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), [0.5, 0.1]), 1)
