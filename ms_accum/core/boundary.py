@@ -773,6 +773,7 @@ class Boundary:
         """Note what the script gave the optimizer, before anything is trained, saved or loaded. Not of MindSpore's
         slices, which cannot be saved."""
         if not self.given and not shards():
+            assign_rates_of_groups(self.window.optimizer)  # else a number in a group would differ from a Parameter
             self.given = given_to(self.window.optimizer)
 
     def note_addresses(self) -> None:
