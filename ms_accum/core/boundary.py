@@ -91,6 +91,8 @@ _LEFT = ("the last loop was left in epoch {} (counted from 0) after {} microbatc
 _OTHER_SIZE = ("resume=True has skipped {} batches, because as many microbatches of this epoch were trained; these had "
                "{} samples each, but the next one has {}; if the microbatch size was changed, other samples were "
                "skipped than were trained: give resume=False, and only the samples that are left")
+_TWICE = ("{} microbatches of the open window are trained again, so statistics of BatchNorm move twice for them; save "
+          "checkpoints of a step of several losses when train_step.updated is true")
 _OTHER_LOOP = ("another loop over epoch has begun, of this step or of one that shares its accumulator, so this one "
                "cannot go on; train on the batches of both in one loop, or by single calls")
 _OTHER_RANKS = ("the checkpoint was saved in the middle of an epoch with another number of ranks or another "
@@ -428,6 +430,8 @@ class Boundary:
         again = self._again(status, closed)
         if again > 0:
             require_whole(status.unfinished)  # which the reset would hide
+            if any(layer.training and hasattr(layer, "moving_mean") for layer in self.layers):
+                warn(_TWICE.format(again), UserWarning, stacklevel=2)
             trained -= again
             self.window.mark_emptying()  # an interrupt here leaves a mark: neither of the two may be done alone
             self._set_place(status.epochs, trained)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..steps.train_step import TrainStep
 
 _MISSED = ("WindowLog was not called after {} microbatch{}, so the loss of their window is that of the others; call it "
-           "after each microbatch, not only if train_step.updated")
+           "after each microbatch, not only if train_step.updated, and before what saves")
 
 
 class FlushCallback(Callback):
@@ -226,7 +226,7 @@ class WindowLog(Callback):
     """Log each window when it closes, to a CSV file or by calling a function.
 
     Give it to `Model` as a callback, after `FlushCallback` and other callbacks that flush, and before callbacks that
-    change the learning rate. Or call it in a loop of your own:
+    change the learning rate or save. Or call it in a loop of your own:
 
         log = WindowLog("windows.csv")
         for loss in train_step.epoch(data):
@@ -361,8 +361,10 @@ class WindowLog(Callback):
         self._since = perf_counter()
         self._begin(_one_cell(self, run_context).accumulator)
         self._losses = self._losses or [*self._accumulator.boundary.losses()]  # of a call that an error has ended
-        self._before = None
-        self._begin_file(self._accumulator.status(), False)
+        self._before, status = None, self._accumulator.status()
+        if not self._losses:
+            self._warn_of_missed(status.mini_step)
+        self._begin_file(status, False)
 
     def _begin(self, accumulator: Accumulator) -> None:
         self._accumulator, self._optimizer = accumulator, accumulator.optimizer

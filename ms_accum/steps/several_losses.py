@@ -90,6 +90,7 @@ class SeveralLossesStep(TrainStep):
 
     def _begin_epoch(self, resume: Optional[bool]) -> int:
         """See `TrainStep`."""
+        self._watched()  # for its layers
         skip = self.boundary.begin_epoch(resume, closed=True)
         self._require_closed()
         return skip

@@ -1,4 +1,5 @@
 """Runs that go on with a change: rates, other settings of the optimizer and of the accumulator."""
+import re
 from itertools import takewhile
 from pathlib import Path
 from threading import Lock
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from mindspore import amp, nn, ops
 from mindspore.experimental import optim
+from mindspore.experimental.optim import lr_scheduler as schedulers
 from support.modes import recorded_warnings
 
 from ms_accum import (
@@ -690,6 +692,46 @@ def test_a_loop_of_backward_in_another_one_of_its_accumulator_is_refused():
     assert (one.status().epochs, other.status().epochs) == (1, 2)
     with pytest.raises(RuntimeError, match=r"^another loop over epoch has begun"):
         train(one, networks[0])
+
+
+SCHEDULERS = {
+    "step": lambda optimizer: schedulers.StepLR(optimizer, 2),
+    "restarts": lambda optimizer: schedulers.CosineAnnealingWarmRestarts(optimizer, 2, 2),
+    "plateau": lambda optimizer: schedulers.ReduceLROnPlateau(optimizer, patience=0, cooldown=2),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_scheduler_goes_on_as_the_page_says(kind):
+    """With all that the page names. Control: without it."""
+    page = (Path(__file__).parents[2] / "tutorials" / "guide" / "checkpoints.md").read_text(encoding="utf-8")
+    names = re.findall(r"`(\w+)`", page[page.index("Save their Parameters as `extra`"):].partition(";")[0])[1:]
+
+    def make():
+        network, train_step = built(adam_w(0.5))
+        return network, train_step, SCHEDULERS[kind](train_step.accumulator.optimizer)
+
+    def rates(train_step, scheduler, metrics):
+        found = []
+        for metric in metrics:
+            found.append(train_step.learning_rate)
+            scheduler.step(*[ms.Tensor(metric)] * (kind == "plateau"))
+        return found
+
+    network, train_step, scheduler = make()
+    moved(network, train_step)
+    rates(train_step, scheduler, [1.0, 0.5, 0.6])
+    held = {name: float(getattr(scheduler, name)) for name in names if hasattr(scheduler, name)}
+    assert {name for name, value in vars(scheduler).items() if isinstance(value, ms.Parameter)} - {"T_0"} <= {*held}
+    save_checkpoint("c.safetensors", network, train_step, extra=held)
+    expected = rates(train_step, scheduler, [0.7] * 6)
+    for is_set in (True, False):
+        network, train_step, scheduler = make()
+        with recorded_warnings():
+            numbers = load_checkpoint("c.safetensors", network, train_step)
+        for name, value in numbers.items() if is_set else ():
+            ops.assign(getattr(scheduler, name), ms.Tensor(value, getattr(scheduler, name).dtype))
+        assert (rates(train_step, scheduler, [0.7] * 6) == expected) is is_set
 
 
 def test_a_scheduler_that_counts_its_own_steps_is_named_by_a_load():

@@ -604,6 +604,24 @@ def test_a_log_that_begins_in_an_open_window_says_what_it_has_not_seen():
         assert {each.filename for each in caught} <= {__file__}
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_log_that_a_model_calls_after_a_save_says_what_it_has_not_seen(is_first):
+    """The file lacks the last microbatch's loss, so the resumed run's first row does. Control: the log comes first."""
+    part, rows = batches([4] * 4), []
+    network, cell = make_cell(accumulate_step=3)
+    expected = np.mean([float(mean_loss(network)(*tensors(*batch))) for batch in part[:3]])
+    saving = LambdaCallback(on_train_step_end=lambda _: save_checkpoint("c.safetensors", network, cell))
+    for data, callbacks in ((part[:2], [WindowLog(print), saving][::1 if is_first else -1]), (part[2:], [])):
+        if not callbacks:
+            network, cell = make_cell(accumulate_step=3)
+            load_checkpoint("c.safetensors", network, cell)
+        with recorded_warnings() as caught:
+            train(cell, *callbacks, *([] if callbacks else [WindowLog(rows.append)]), data=dataset_of(data))
+    said = [str(each.message) for each in caught if "WindowLog" in str(each.message)]
+    assert [text[:49] for text in said] == [] if is_first else ["WindowLog was not called after 2 microbatches, so"]
+    assert bool(rows[0]["loss"] == pytest.approx(expected)) is is_first
+
+
 def test_a_log_that_misses_microbatches_says_so(recwarn):
     """Once. Control: a log that is called after each microbatch says nothing, over two epochs."""
     network, cell = make_cell(accumulate_step=2)

@@ -107,14 +107,14 @@ def test_the_rate_of_a_schedule_a_list_and_groups_is_that_of_the_next_update(mod
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("way", ["step", "graph", "eager", "cell", "cell in a graph"])
-@pytest.mark.parametrize("option", ["lr", "weight_decay"])
+@pytest.mark.parametrize("option", ["lr", "weight_decay", "lr_decay"])
 def test_what_a_script_puts_into_param_groups_counts_as_in_pytorch(option, way, tmp_path):
     """Against MindSpore alone, op by op. Control: what it was before. A group that is added is refused."""
-    values_of = {"lr": (0.1, 0.05, 0.02), "weight_decay": (0.0, 0.5, 0.1)}[option]
+    values_of = {"lr": (0.1, 0.05, 0.02), "weight_decay": (0.0, 0.5, 0.1), "lr_decay": (0.0, 1.0, 0.5)}[option]
 
     def build():
         network = MLP()
-        return network, optim.SGD(network.trainable_params(), lr=0.1)
+        return network, (optim.Adagrad if option == "lr_decay" else optim.SGD)(network.trainable_params(), lr=0.1)
 
     def plain(changes):
         network, optimizer = build()

@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 from support.layers import Adds
+from support.modes import recorded_warnings
 from support.training import LOSS, sgd
 
 from ms_accum import Accumulator, WindowLog, check_equivalence, load_checkpoint, make_train_step, save_checkpoint
@@ -38,6 +39,33 @@ def counts(x, y, counted):
 def step_of(**options):
     network = MLP()
     return make_train_step(pair_of(network), sgd(network), 3, weight_fn=counts, losses=2, **options)
+
+
+@pytest.mark.parametrize("left", [2, 3])
+def test_statistics_of_a_window_that_is_trained_again_move_twice_and_a_warning_says_so(left, tmp_path):
+    """Parameters are right. Control: a closed window."""
+    runs = []
+    for stops in (False, True):
+        network = nn.SequentialCell(nn.BatchNorm1d(6), MLP())
+        step = make_train_step(pair_of(network.set_train()), sgd(network), 3, weight_fn=counts, losses=2)
+        epoch, again = step.epoch(microbatches()), []
+        for _ in range(left * stops):
+            next(epoch)
+        if stops:
+            save_checkpoint(tmp_path / "run.safetensors", network, step)
+            step.accumulator.reset()
+            network = nn.SequentialCell(nn.BatchNorm1d(6), MLP(seed=1))
+            step = make_train_step(pair_of(network.set_train()), sgd(network), 3, weight_fn=counts, losses=2)
+            load_checkpoint(tmp_path / "run.safetensors", network, step)
+            epoch = step.epoch(microbatches(), resume=True)
+        with recorded_warnings() as caught:
+            list(epoch)
+        again = [str(warning.message) for warning in caught if "move twice" in str(warning.message)]
+        assert [text[:60] for text in again] == (stops and left == 2) * [
+            "2 microbatches of the open window are trained again, so stat"]
+        runs.append((values(step.accumulator.optimizer.parameters), network[0].moving_mean.asnumpy()))
+    assert difference(runs[0][0], runs[1][0]) == 0
+    assert (difference([runs[0][1]], [runs[1][1]]) == 0) == (left == 3)
 
 
 @pytest.mark.usefixtures("uncompiled")
