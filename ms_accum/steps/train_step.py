@@ -580,6 +580,7 @@ def make_train_step(
             float32: a sum of float16 losses overflows.
         has_aux: Whether `forward_fn` returns `(loss, aux)`. With `pieces > 1`, aux is a Tensor or a tuple of Tensors:
             those of shape `()` are averaged over the pieces by weight, those with one entry per sample are joined.
+            Return `parameter.copy()` of a Parameter: the Parameter itself may have its next value by then.
         losses: Number of losses that `forward_fn` returns in a tuple, each a mean over a count of its own, e.g. text
             tokens and images. `weight_fn` returns a tuple of as many weights. The gradient is that of the sum of the
             losses' means over the window. `epoch` reads a window's batches ahead; single calls need

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, amp, nn, ops
 from support.modes import compiled, running
-from support.training import counting, sgd
+from support.training import LOSS, counting, sgd
 
 from ms_accum import Accumulator, Stage, TrainOneStepCell, make_train_step
 from ms_accum.selftest.comparing import difference, values
-from ms_accum.selftest.networks import MLP
+from ms_accum.selftest.networks import MLP, batches, tensors
 
 MEAN, SUM = "mean", "sum"
 X = Tensor(np.random.default_rng(0).normal(size=(6, 6)), ms.float32)
@@ -118,6 +118,23 @@ def test_aux_of_a_batch_that_is_not_cut_is_returned_as_it_is(losses, mode):
                                      has_aux=True)
         for labels in (TOKENS, NO_TOKEN):
             assert float(train_step(X, labels)[1]) == float(X.max())
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_copy_of_a_parameter_in_aux_has_the_value_of_the_forward_pass(eager):
+    """Control: the Parameter itself, which the update has changed."""
+    for is_copied in (True, False):
+        network, scale = MLP(), Parameter(Tensor(1.0), name="scale")
+
+        def forward_fn(x, y):
+            return LOSS(network(x) * scale, y), scale.copy() if is_copied else scale  # noqa: B023
+
+        step = make_train_step(forward_fn, nn.SGD([scale], 0.5), 1, has_aux=True, eager=eager)
+        for batch in batches([6, 6]):
+            before = float(scale)
+            _, found = step(*tensors(*batch))
+            assert float(scale) != before
+            assert (float(found) == before) is is_copied
 
 
 @pytest.mark.parametrize("make", [make_train_step, TrainOneStepCell])
