@@ -8,9 +8,11 @@ from itertools import chain
 from typing import Any, Optional
 from warnings import warn
 
+import numpy as np
 from mindspore import Parameter, nn
 
 from ..core.optimizers import held_by
+from ..tensors import as_array
 
 _EVALUATING = ("{} is in evaluation mode, so {} computes as in evaluation: no Dropout, fixed statistics of "
                "BatchNorm; call set_train() on the network before you train it. If you want evaluation mode in this "
@@ -28,6 +30,10 @@ _FOREIGN = ("the optimizer updates {} and others, expected parameters of a netwo
             "gradients would be 0; build the optimizer from the parameters of that network. If the optimizer's own "
             "network is used, but is not found, give it to the function by a name, in a closure, or as an attribute or "
             "an argument of functools.partial")
+
+_BY_CLASS = ("{} has class weights, so its mean is over their sum, but batches count by their numbers of samples: "
+             "several batches (windows, evaluate) are averaged wrongly; give a weight_fn that returns "
+             "weight[label].sum()")
 
 # Attributes that hold a layer's rate of dropout: of Dropout, Dropout1d and MultiheadAttention.
 _RATES = ("p", "prob", "dropout")
@@ -68,6 +74,14 @@ class TrainMode:
             networks = ", ".join(dict.fromkeys(type(network).__name__ for network in self._networks
                                                if any(p.requires_grad for p in network.get_parameters())))
             raise ValueError(_FOREIGN.format(next(iter(self._trained.values())), self._name, networks))
+
+    def warn_of_class_weights(self) -> None:
+        """Warn if a mean by class weights is found, in a step whose batches are weighted by numbers of samples."""
+        for layer in self.layers:
+            if isinstance(layer, (nn.CrossEntropyLoss, nn.NLLLoss)) and layer.reduction == "mean" and (
+                    layer.weight is not None and np.ptp(as_array(layer.weight)) > 0):
+                warn(_BY_CLASS.format(type(layer).__name__), UserWarning, stacklevel=2)
+                return
 
     def warn_if_evaluating(self, mode: tuple[bool, ...]) -> None:
         """Warn, once for each mode, if a trained network is in evaluation mode (a single layer does not count).

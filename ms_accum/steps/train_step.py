@@ -444,6 +444,8 @@ class TrainStep(Uncopied):
         if self._mode is None:
             self._mode = TrainMode(self._functions, self.window.weights, self._eager)
             self.boundary.layers = self._mode.layers
+            if self._counts == "samples":
+                self._mode.warn_of_class_weights()
         return self._mode
 
     def _graphs_of(self, key: tuple, evaluates: bool = False) -> Pieces:

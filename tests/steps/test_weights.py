@@ -3,7 +3,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, amp, nn, ops
-from support.modes import compiled, running
+from support.modes import compiled, recorded_warnings, running
 from support.training import LOSS, counting, sgd
 
 from ms_accum import Accumulator, Stage, TrainOneStepCell, make_train_step
@@ -73,7 +73,8 @@ def test_a_microbatch_without_weight_has_the_loss_0_and_changes_nothing(make, mo
     (make_train_step, "pynative"), (TrainOneStepCell, "pynative"),
     *(pytest.param(*one, marks=pytest.mark.slow) for one in ((make_train_step, "jit"), (TrainOneStepCell, "graph")))])
 def test_class_weights_are_the_denominator(make, mode):
-    """The guide's `w[label].sum()`, with microbatches of equal sizes. Control: numbers of samples are far off."""
+    """The guide's `w[label].sum()`, with microbatches of equal sizes. Control: numbers of samples are far off, and a
+    warning says so."""
     weights = Tensor([10.0, 1.0, 0.1], ms.float32)
 
     class ClassLoss(nn.Cell):
@@ -95,9 +96,12 @@ def test_class_weights_are_the_denominator(make, mode):
         return values(loss.trainable_params())
 
     with running(mode):
-        whole = moved(6)
-        assert difference(moved(2, weight_fn=by_class), whole) <= 1e-6
-        assert difference(moved(2), whole) > 1e-3
+        with recorded_warnings() as caught:
+            whole = moved(6, weight_fn=by_class)
+            assert difference(moved(2, weight_fn=by_class), whole) <= 1e-6
+        assert not [str(each.message) for each in caught if "class weights" in str(each.message)]
+        with pytest.warns(UserWarning, match="^CrossEntropyLoss has class weights, so its mean is over their sum"):
+            assert difference(moved(2), whole) > 1e-3
 
 
 @pytest.mark.parametrize(("losses", "mode"), [
