@@ -178,6 +178,7 @@ class Boundary:
         is_driven: Whether a train step or a cell fills the accumulator; then nothing can be added by hand.
         eager: Whether the host runs op by op.
         generation: How often all graphs were forgotten.
+        changes: How often an option in the optimizer's `param_groups` was changed, which graphs of an update hold.
         has_own_graphs: Whether a train step compiles all graphs that hold the window, so that they go with the step.
     """
 
@@ -187,7 +188,7 @@ class Boundary:
         self._counts_alone = not (window.may_skip or window.may_drop) and window.length.budget is None
         self._filled_by_hand = self._closed_in_graphs = self.has_own_graphs = False
         self.eager, self._graphs = True, {}  # type: bool, dict[str, Callable]
-        self.generation = 0
+        self.generation = self.changes = 0
         self.saved: Optional[tuple[int, int]] = None  # closed windows and open microbatches at the last checkpoint
         self.reported: Optional[int] = None  # the value of `skipped` when an error about it was last raised
         self._options = options_of_groups(window.optimizer)
@@ -587,9 +588,10 @@ class Boundary:
             function()
 
     def follow_groups(self) -> None:
-        """Let graphs see what a script has put into the optimizer's `param_groups`. Forget them if they cannot.
+        """Let the update see what a script has put into the optimizer's `param_groups`: compile it again if it has to.
 
-        Raise ValueError if a group was added.
+        The graphs of microbatches stay: compiled again, their random layers would begin with their first values. Raise
+        ValueError if a group was added.
         """
         if not self._options:
             return
@@ -598,7 +600,7 @@ class Boundary:
         if len(options) != len(self._options):
             raise ValueError(_ADDED)
         if options != self._options:
-            self.forget_graphs()
+            self._graphs, self.changes = {}, self.changes + 1
         self._options = options
 
     def note_used_rates(self) -> None:

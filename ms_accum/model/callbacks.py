@@ -182,16 +182,19 @@ class PerUpdate(Callback):
         cell = _one_cell(self, run_context)
         self._optimizer, self._accumulator = cell.optimizer, cell.accumulator
         self._update_step, self._begun = int(self._accumulator.update_step), False
+        self._recalled = self._accumulator.boundary.recalled
         self._pass_on("on_train_begin", run_context)
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Pass the event on if this is the first microbatch since the last update."""
+        self._note_load()
         if not self._begun:
             self._begun = True
             self._pass_on("on_train_step_begin", run_context)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         """Pass the event on if there was an update since the last time."""
+        self._note_load()
         updates = int(self._accumulator.update_step) - self._update_step
         if updates > 0:
             rate = _learning_rate(self._optimizer)
@@ -202,6 +205,12 @@ class PerUpdate(Callback):
                                    "flush, because it ran out of data before the others: ranks now hold different "
                                    "parameters; give every rank the same number of microbatches, or give the optimizer "
                                    "a schedule")
+
+    def _note_load(self) -> None:
+        """Count from the updates of a checkpoint that another callback has loaded."""
+        self._recalled, is_loaded = _loaded_since(self._accumulator, self._recalled)
+        if is_loaded:
+            self._update_step, self._begun = int(self._accumulator.update_step), False
 
     def _pass_on(self, event: str, run_context: RunContext) -> None:
         context = run_context.original_args()
@@ -262,7 +271,7 @@ class WindowLog(Callback):
         ValueError: If aux has another number of results of shape `()`, or a column has the name of another. When
             training begins, if there is not exactly one `TrainOneStepCell`, in data sink mode, or if the file of a run
             that goes on has other columns.
-        OSError: When training begins, if the file cannot be written.
+        OSError: Before the first microbatch, if the file cannot be written.
 
     Source: the loggers of HF Accelerate and Lightning write the same values, once per update.
 
@@ -315,8 +324,7 @@ class WindowLog(Callback):
         accumulator = train_step.accumulator
         status = accumulator.status()
         boundary = accumulator.boundary
-        recalled = boundary.recalled
-        is_loaded = recalled is not self._recalled and recalled.trained >= 0  # since the last call: begin again
+        recalled, is_loaded = _loaded_since(accumulator, self._recalled)  # then begin again
         self._recalled = recalled
         if self._followed is not accumulator or is_loaded:
             if self._followed not in (None, accumulator):
@@ -357,14 +365,11 @@ class WindowLog(Callback):
             self._recall(status.trained - 1)
 
     def on_train_begin(self, run_context: RunContext) -> None:
-        """Remember the state of the accumulator, and begin the file."""
-        self._since = perf_counter()
+        """Remember the state of the accumulator."""
+        self._since, self._before, self._has_file = perf_counter(), None, False
         self._begin(_one_cell(self, run_context).accumulator)
         self._losses = self._losses or [*self._accumulator.boundary.losses()]  # of a call that an error has ended
-        self._before, status = None, self._accumulator.status()
-        if not self._losses:
-            self._warn_of_missed(status.mini_step)
-        self._begin_file(status, False)
+        self._recalled = self._accumulator.boundary.recalled
 
     def _begin(self, accumulator: Accumulator) -> None:
         self._accumulator, self._optimizer = accumulator, accumulator.optimizer
@@ -394,7 +399,18 @@ class WindowLog(Callback):
             self._weight, self._losses = logged.weight, [*logged.losses]
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        """Log the window if other code has closed it, and forget it if other code has reset it."""
+        """Log the window if other code has closed it, and forget it if other code has reset it, or loaded another.
+
+        Begin the file with the first microbatch, and again after a load.
+        """
+        self._recalled, is_loaded = _loaded_since(self._accumulator, self._recalled)
+        if is_loaded:
+            self._begin(self._accumulator)
+        if is_loaded or not self._has_file:
+            status, self._has_file = self._accumulator.status(), True
+            if not self._losses:
+                self._warn_of_missed(status.mini_step)
+            self._begin_file(status, False)
         self._taken = False
         self._catch_up()
 
@@ -432,16 +448,15 @@ class WindowLog(Callback):
             aux = loss[1] if is_first and len(loss) == 2 else ()  # a cell with a loss scaler returns three values
             losses = losses if weights else (losses,)
             weights = weights or (weight - self._weight,)
-            self._losses.append(((*map(float, losses), *self._named(aux)), weights))
+            self._losses.append(((*map(float, losses), *self._scalars(aux)), weights))
         self._weight = weight
         accumulator.boundary.logged = Logged(self._closed, weight, tuple(self._losses))
 
-    def _named(self, aux: Any) -> list[float]:
-        """Return the results of shape `()` in an aux, if they have names. An empty batch has none."""
-        if not self._aux or aux is None:
-            return [nan] * len(self._aux)
-        scalars = [float(value) for value in (aux if isinstance(aux, tuple) else (aux,)) if not value.shape]
-        if len(scalars) != len(self._aux):
+    def _scalars(self, aux: Any) -> list[float]:
+        """Return the results of shape `()` in an aux, also for another log that names them. An empty batch has none."""
+        scalars = [float(value) for value in (aux if isinstance(aux, tuple) else (aux,))
+                   if isinstance(value, Tensor) and not value.shape]
+        if self._aux and aux is not None and len(scalars) != len(self._aux):
             raise ValueError(f"the step returned {len(scalars)} results of shape () in its aux, expected "
                              f"{len(self._aux)}: one for each name in aux={self._aux!r} of WindowLog")
         return scalars
@@ -516,10 +531,16 @@ class WindowLog(Callback):
 
 def _mean(place: int, losses: list[tuple[tuple, tuple]], of_aux: bool = False) -> float:
     """Return the weighted mean of a loss, or of a named aux, over microbatches; one of weight 0 may be NaN."""
-    pairs = [((*values[len(weights) if of_aux else 0:], nan), weights[0 if of_aux else place])
+    pairs = [((*values[len(weights) if of_aux else 0:], *[nan] * (place + 1)), weights[0 if of_aux else place])
              for values, weights in losses]
     total = sum(weight for _, weight in pairs)
     return sum(values[place] * weight for values, weight in pairs if weight != 0) / (total or 1.0)
+
+
+def _loaded_since(accumulator: Accumulator, before: Optional[Logged]) -> tuple[Logged, bool]:
+    """Return what the last checkpoint held of a log, and whether it was loaded since `before` was returned."""
+    recalled = accumulator.boundary.recalled
+    return recalled, recalled is not before and recalled.trained >= 0
 
 
 def _one_cell(callback: Callback, run_context: RunContext) -> TrainOneStepCell:

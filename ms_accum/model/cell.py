@@ -4,6 +4,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
+from warnings import warn
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
     from ..core.boundary import Status
     from ..core.length import AccumulateStep
+
+_AGAIN = ("an option in the optimizer's param_groups was changed, so the cell is compiled again, as after each such "
+          "change, and Dropout begins with its first masks again; make_train_step compiles only the update again")
 
 
 @with_options_of(Accumulator, Options)
@@ -153,10 +157,12 @@ class TrainOneStepCell(Uncopied, nn.Cell):
             self._settle_driver()
             if samples == 0:
                 return self._count_nothing(batch)
-            generation = self._boundary.generation
+            changes = self._boundary.changes
             self._boundary.begin()
-            if self._boundary.generation != generation:  # an option of the optimizer was changed
+            if self._boundary.changes != changes:
                 self.compile_cache.clear()
+                if not self._boundary.eager:
+                    warn(_AGAIN, UserWarning, stacklevel=2)
             began = perf_counter()
             result = super().__call__(*batch)
             shapes = self._shapes.declared(len(batch)).undeclared(batch)

@@ -486,14 +486,14 @@ class TrainStep(Uncopied):
         self._updated = False
         try:
             graphs = self._graphs_of(key)
-            shapes, generation = self._shapes_of(graphs, batch), self.boundary.generation
+            shapes = self._shapes_of(graphs, batch)
             missing = self.boundary.begin(missing, in_epoch)
-            if self.boundary.generation != generation:  # an option of the optimizer was changed
-                graphs = self._graphs_of(key)
             self._updated, self._before = None, self.boundary.updates
-            # A window of one microbatch needs no buffers. For others, one graph that adds the last microbatch and
-            # updates was measured: no faster, and one more backward pass to compile.
-            is_alone = graphs.alone is not None and missing == 1 and self.boundary.held == 0
+            # A window of one microbatch needs no buffers. But once an option of the optimizer has changed, its graph
+            # would have to be compiled after each change, and Dropout would begin again. For longer windows, one graph
+            # that adds the last microbatch and updates was measured: no faster, and one more backward pass to compile.
+            is_alone = (graphs.alone is not None and missing == 1 and self.boundary.held == 0
+                        and not self.boundary.changes)
             began = perf_counter()
             result = (graphs.alone if is_alone else graphs)(*batch)  # type: ignore[misc]
             if shapes not in self._shapes.compiled and not self._eager:

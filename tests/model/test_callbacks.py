@@ -293,9 +293,10 @@ def test_aux_is_averaged_over_the_window_by_weight(losses, pieces, mode):
         x, y = map(ops.concat, zip(*data))
         _, accuracy, square = [float(value) if not value.shape else None for value in forward_fn(x, y)[1]]
         means = np.mean([float(forward_fn(*batch)[1][2]) for batch in data if len(batch[0])])
-        step, log = made()
+        (step, log), nameless = made(), WindowLog(print)  # another log, which is called last
         for i, result in enumerate(step.epoch(data)):
             log(step, result)
+            nameless(step, result)
             if losses == 1 and i == 1:
                 save_checkpoint("aux.safetensors", network, step)
         if losses == 1:
@@ -430,6 +431,49 @@ def test_a_model_goes_on_in_the_middle_of_an_epoch_with_what_is_left(skips, tmp_
                           initial_epoch=3)
     assert not caught
     assert [row["epoch"] for row in rows] == [4, 4, 5, 5]
+
+
+@pytest.mark.parametrize("loads", [1, 0])
+def test_callbacks_begin_with_a_file_that_a_later_one_loads_when_training_begins(loads):
+    """The rows of the run before are kept. Control: without the load, a new run overwrites them."""
+    network, cell = make_cell(accumulate_step=2)
+    inner = Recorder()
+    train(cell, WindowLog("rows.csv"), data=dataset_of(batches([6] * 4)))
+    save_checkpoint("end.safetensors", network, cell)
+    network, cell = make_cell(accumulate_step=2)
+    loading = LambdaCallback(on_train_begin=lambda _: load_checkpoint("end.safetensors", network, cell))
+    train(cell, PerUpdate(inner), WindowLog("rows.csv"), *[loading] * loads,
+          data=dataset_of(batches([6] * 4)))
+    with open("rows.csv", newline="", encoding="utf-8") as file:
+        rows = [(int(row["update_step"]), float(row["weight"])) for row in csv.DictReader(file)]
+    assert rows == [(1, 12), (2, 12), (3, 12), (4, 12)][:2 + 2 * loads]
+    assert inner.steps == ([3, 4] if loads else [1, 2])
+
+
+@pytest.mark.parametrize("at", ["on_train_step_end", "on_train_epoch_end"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_callbacks_go_on_where_another_one_loads_an_older_file(at, is_first):
+    """Each update after the load counts, and has its row. Control: nothing is loaded."""
+    for loads in (False, True):
+        (network, cell), inner = make_cell(accumulate_step=2), Recorder()
+
+        def save_or_load(context, network=network, cell=cell, loads=loads):
+            if context.original_args().cur_step_num == 4:  # after update 2
+                save_checkpoint("old.safetensors", network, cell)
+            elif context.original_args().cur_step_num == 8 and loads:
+                with recorded_warnings():
+                    load_checkpoint("old.safetensors", network, cell)
+
+        watching = [PerUpdate(inner), WindowLog("rows.csv")]
+        going_back = LambdaCallback(**{at: save_or_load})
+        train(cell, *([going_back, *watching] if is_first else [*watching, going_back]), epochs=3,
+              data=dataset_of(batches([6] * 4)))
+        with open("rows.csv", newline="", encoding="utf-8") as file:
+            rows = [(int(row["update_step"]), int(row["microbatch"])) for row in csv.DictReader(file)]
+        # What an earlier callback has undone is not passed on.
+        undone = loads and is_first and at == "on_train_step_end"
+        assert inner.steps == ([1, 2, 3, *[4] * (not undone), 3, 4] if loads else [1, 2, 3, 4, 5, 6])
+        assert rows == [(1, 2), (2, 4), *([(3, 10), (4, 12)] if loads else [(3, 6), (4, 8), (5, 10), (6, 12)])]
 
 
 @pytest.mark.parametrize("driver", ["a new log", "a told log", "the same log", "Model"])

@@ -8,7 +8,7 @@ import pytest
 from mindspore import Tensor, mint, nn, ops
 from mindspore.experimental import optim
 from support.differential.optimizers import build_optimizer, multiply_rates
-from support.modes import running
+from support.modes import recorded_warnings, running
 
 from ms_accum import TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.selftest.comparing import relative, values
@@ -169,6 +169,43 @@ def test_a_rate_put_into_param_groups_of_an_optimizer_whose_graphs_hold_a_number
             moved.append(max(np.abs(one - other).max() for one, other in zip(after, before)))
             assert step.learning_rate == rate
         assert moved[1] < 0.7 * moved[0]
+
+
+class Masked(nn.Cell):
+    """The loss depends only on which inputs a Dropout keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.dropout = nn.Dense(6, 1), nn.Dropout(p=0.5)
+        self.factors = Tensor(np.random.default_rng(0).random((8, 6)), ms.float32)
+
+    def construct(self, x):
+        return (self.dropout(x) * self.factors).mean() + 0.0 * self.dense(x).mean()
+
+
+@pytest.mark.parametrize("way", ["step", "cell"])
+@pytest.mark.parametrize("length", [1, 2])
+def test_dropout_goes_on_where_an_option_of_the_optimizer_changes(way, length):
+    """The masks of windows differ. In a cell they repeat, and a warning says so. Control: nothing is changed.
+
+    The first change of a step with windows of one microbatch compiles another graph, once.
+    """
+    x = Tensor(np.ones((8, 6)), ms.float32)
+    for changes in (True, False):
+        ms.set_seed(3)
+        network, losses = Masked().set_train(), []
+        optimizer = optim.SGD(network.trainable_params(), 0.1)
+        with running("graph"), recorded_warnings() as caught:
+            step = (make_train_step if way == "step" else TrainOneStepCell)(network, optimizer, length)
+            for i in range(4):
+                optimizer.param_groups[0]["weight_decay"] = 0.1 * i * changes
+                losses.append([float(step(x)) for _ in range(length)])
+        repeats = changes and way == "cell"
+        once = changes and way == "step" and length == 1
+        assert [losses[0] == later for later in losses[1:]] == [repeats or once, repeats, repeats]
+        said = [str(each.message) for each in caught if "param_groups" in str(each.message)]
+        assert [text.partition(",")[0] for text in said] == 3 * repeats * [
+            "an option in the optimizer's param_groups was changed"]
 
 
 @pytest.mark.parametrize("by", ["step", "groups", "load"])
