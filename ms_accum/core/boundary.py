@@ -803,8 +803,9 @@ class Boundary:
         if self._filled_by_hand and not self._addresses:
             self.note_addresses()
         if not self.eager or type(self.window.optimizer).__module__.startswith(_COMPILED):
+            rates = rates_of(self.window.optimizer)  # another Parameter may be in the place of a rate
             for name, parameter, address in self._addresses:
-                if address_of(parameter) != address:
+                if address_of(rates.get(name, parameter)) != address:
                     raise RuntimeError(_REPLACED.format(name))
         if not self.eager:
             for i, (parameter, address) in enumerate(self._other_addresses):

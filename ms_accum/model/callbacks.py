@@ -18,13 +18,13 @@ from ..core.boundary import Logged
 from ..core.optimizers import rates_at, require_rates
 from ..mindspore_api import is_skipping
 from ..steps.batch import require_batched
+from ..steps.train_step import TrainStep
 from ..tensors import require_trainable
 from .cell import TrainOneStepCell
 
 if TYPE_CHECKING:
     from ..core.accumulator import Accumulator
     from ..core.boundary import Status
-    from ..steps.train_step import TrainStep
 
 _MISSED = ("WindowLog was not called after {} microbatch{}, so the loss of their window is that of the others; call it "
            "after each microbatch, not only if train_step.updated, and before what saves")
@@ -321,6 +321,7 @@ class WindowLog(Callback):
             OSError: At the first call, if the file cannot be written.
             ValueError: If it follows another step.
         """
+        instance_of("train_step", train_step, (TrainStep, TrainOneStepCell), "a train step or a TrainOneStepCell")
         accumulator = train_step.accumulator
         status = accumulator.status()
         boundary = accumulator.boundary

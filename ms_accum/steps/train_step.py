@@ -152,7 +152,8 @@ class TrainStep(Uncopied):
         if self._updated is None:
             status = self.status()
             return status.mini_step == 0 and status.update_step > self._before
-        return self._updated
+        # After a load, a window of the file may be open.
+        return self._updated and (self.boundary.is_known or self.status().mini_step == 0)
 
     @property
     def trained(self) -> int:
@@ -496,7 +497,7 @@ class TrainStep(Uncopied):
                         and not self.boundary.changes)
             began = perf_counter()
             result = (graphs.alone if is_alone else graphs)(*batch)  # type: ignore[misc]
-            if shapes not in self._shapes.compiled and not self._eager:
+            if key[0] and shapes not in self._shapes.compiled and not self._eager:  # an empty batch compiles nothing
                 self._shapes.note(shapes, perf_counter() - began)
             self._updated = self.boundary.end(missing, is_alone, key[0])
         except Exception as error:

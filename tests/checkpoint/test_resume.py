@@ -537,6 +537,26 @@ def test_a_rate_that_was_replaced_is_reported(eager):
         save_checkpoint("c.safetensors", network, train_step)
     with pytest.raises(RuntimeError, match=r"^learning_rate was given new memory"):
         next(train_step.epoch([BATCH]))
+    network, train_step = built(sgd(0.1), eager=eager)
+    moved(network, train_step)
+    train_step.flush()
+    train_step.accumulator.optimizer.learning_rate = ms.Parameter(ms.Tensor(0.01), name="learning_rate")
+    with pytest.raises(RuntimeError, match=r"^learning_rate was given new memory"):
+        train_step.flush()
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_after_a_load_updated_is_false_if_a_window_is_open(held):
+    """Control: the file holds no window."""
+    network, train_step = built(sgd(0.1))
+    for _ in range(2 + held):
+        train_step(BATCH)
+    save_checkpoint("c.safetensors", network, train_step)
+    for _ in range(2 - held):
+        train_step(BATCH)
+    assert train_step.updated
+    load_checkpoint("c.safetensors", network, train_step)
+    assert train_step.updated is (held == 0)
 
 
 class Target(nn.Cell):

@@ -635,6 +635,11 @@ def test_two_logs_in_one_loop_have_the_same_rows(eager):
     assert losses[0] != pytest.approx(expected[0], rel=1e-3)
 
 
+def test_a_log_follows_a_step():
+    with pytest.raises(TypeError, match=r"^train_step is of type Accumulator, expected a train step or a TrainOneStep"):
+        WindowLog(print)(make_cell()[1].accumulator, 0.0)
+
+
 def test_a_log_that_begins_in_an_open_window_says_what_it_has_not_seen():
     """Control: one that begins with the window."""
     network, rows = MLP(), []
