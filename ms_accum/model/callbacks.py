@@ -332,7 +332,7 @@ class WindowLog(Callback):
                 raise ValueError("this WindowLog follows another train step; give each step a WindowLog of its own")
             self._begin(accumulator)
             self._followed, self._place = accumulator, (status.epochs + 1, 0)
-            self._trained = boundary.apart + getattr(train_step, "trained", 1) - 1
+            self._trained = boundary.apart + getattr(train_step, "trained", 1) - (loss is not None)
             self._held, self._skipped = 0, status.skipped
             if loss is not None:
                 self._came_late(status)
@@ -510,7 +510,8 @@ class WindowLog(Callback):
         noise_scale: Any = accumulator.noise_scale  # a GradientNoiseScale
         row = {"epoch": self._place[0], "microbatch": self._place[1],
                "update_step": status.update_step - of_others,
-               "loss": sum(_mean(place, self._losses) for place in range(len((self._losses or [((), ())])[0][1]))),
+               "loss": sum(_mean((values[place], weights[place]) for values, weights in self._losses)
+                           for place in range(len((self._losses or [((), ())])[0][1]))),
                "weight": status.window_weight, **_rates_of_last_update(accumulator), "grad_norm": status.grad_norm,
                "skipped": status.skipped, "seen": status.seen}
         if self._losses and len(self._losses[0][1]) > 1:
@@ -526,16 +527,16 @@ class WindowLog(Callback):
         for place, name in enumerate(self._aux):
             if name in row:
                 raise ValueError(f"two columns of WindowLog would be called {name}; give aux= other names")
-            row[name] = _mean(place, self._losses, of_aux=True)
+            # Where there are others, as in a checkpoint of another script, it is not known which is which.
+            row[name] = _mean((values[len(weights) + place] if len(values) - len(weights) == len(self._aux) else nan,
+                               weights[0]) for values, weights in self._losses)
         return row
 
 
-def _mean(place: int, losses: list[tuple[tuple, tuple]], of_aux: bool = False) -> float:
-    """Return the weighted mean of a loss, or of a named aux, over microbatches; one of weight 0 may be NaN."""
-    pairs = [((*values[len(weights) if of_aux else 0:], *[nan] * (place + 1)), weights[0 if of_aux else place])
-             for values, weights in losses]
-    total = sum(weight for _, weight in pairs)
-    return sum(values[place] * weight for values, weight in pairs if weight != 0) / (total or 1.0)
+def _mean(pairs: Iterable[tuple[float, float]]) -> float:
+    """Return the weighted mean of values, given with their weights; one of weight 0 may be NaN."""
+    pairs = [(value, weight) for value, weight in pairs if weight != 0]
+    return sum(value * weight for value, weight in pairs) / (sum(weight for _, weight in pairs) or 1.0)
 
 
 def _loaded_since(accumulator: Accumulator, before: Optional[Logged]) -> tuple[Logged, bool]:

@@ -16,6 +16,7 @@ from support import reference
 from support.cells import Counting as Unrated
 from support.model_runs import SIZES, TwoCells, dataset, dataset_of, make_cell, momentum, train, trained_oracle
 from support.modes import recorded_warnings
+from support.training import LOSS
 
 from ms_accum import FlushCallback, PerUpdate, WindowLog, load_checkpoint, make_train_step, save_checkpoint
 from ms_accum.core.boundary import Boundary
@@ -317,6 +318,35 @@ def test_aux_is_averaged_over_the_window_by_weight(losses, pieces, mode):
         WindowLog(rows.append, aux="accuracy")
 
 
+@pytest.mark.parametrize("names", [("size",), ("largest", "size")])
+def test_aux_of_a_file_that_has_another_number_of_them_is_not_known(names):
+    """In the window that goes on. Control: as many as the file has."""
+    network, rows, data = MLP(), [], [tensors(*batch) for batch in batches([6] * 4)]
+
+    def run(names, **options):
+        def forward_fn(x, y):
+            logits = network(x)
+            found = logits.max(), logits.mean()
+            return LOSS(logits, y), found if len(names) == 2 else found[1]
+
+        step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.0), 2, has_aux=True)
+        if options:
+            load_checkpoint("aux.safetensors", network, step)
+        log = WindowLog(rows.append, aux=names)
+        for result in step.epoch(data, **options):
+            log(step, result)
+            if step.trained == 3 and not options:
+                save_checkpoint("aux.safetensors", network, step)
+
+    run(("size",))
+    run(names, resume=True)
+    if len(names) == 1:
+        assert rows[2]["size"] == rows[1]["size"]
+    else:
+        assert np.isnan(rows[2]["size"])
+    assert rows[2]["loss"] == pytest.approx(rows[1]["loss"])
+
+
 def test_seconds_are_those_since_the_row_before(monkeypatch):
     """By a clock that the loop sets. Control: the rows differ."""
     now, rows = {"time": 100.0}, []
@@ -500,16 +530,18 @@ def test_a_window_that_goes_on_after_a_resume_reports_its_whole_loss(driver, hel
         else:
             run(log, step, data[:1])  # may close the window
         load_checkpoint("c.safetensors", network, step)
-        if driver == "a told log":
-            log(step)
-        if is_reset:
-            step.accumulator.reset()
-        run(log, step, data if is_reset else data[held:])
-        return rows.pop()["loss"], step.accumulator.status().window_weight
+        with recorded_warnings() as caught:
+            if driver == "a told log":
+                log(step)
+            if is_reset:
+                step.accumulator.reset()
+            run(log, step, data if is_reset else data[held:])
+        row, said = rows.pop(), [str(each.message) for each in caught if "WindowLog" in str(each.message)]
+        return row["loss"], step.accumulator.status().window_weight, said
 
     _, step, log = made()
     run(log, step, data)
-    whole = pytest.approx(rows.pop()["loss"], rel=1e-6), 12
+    whole = pytest.approx(rows.pop()["loss"], rel=1e-6), 12, []
     assert row_of_the_resumed() == whole
     assert row_of_the_resumed(is_reset=True) == whole
     monkeypatch.setattr(Boundary, "losses", lambda boundary: ())
