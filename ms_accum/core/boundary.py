@@ -191,14 +191,16 @@ class Boundary:
         self.generation = self.changes = 0
         self.saved: Optional[tuple[int, int]] = None  # closed windows and open microbatches at the last checkpoint
         self.reported: Optional[int] = None  # the value of `skipped` when an error about it was last raised
-        self._options = options_of_groups(window.optimizer)
+        self._groups = len(options_of_groups(window.optimizer))
+        self._options: Optional[list] = None  # of these, once they were read
         self.given: dict[str, dict[str, str]] = {}  # what the script gave the optimizer, once that is noted
         self.logged = self.recalled = Logged()
         self.used_rates: Optional[tuple[float, ...]] = None  # of the last update, if others were set since, or may be
         self.layers: list[nn.Cell] = []  # of the networks that a train step was found to use
-        # Of the memory, after the first microbatch: of what is trained, and of what else the layers hold.
-        self._addresses: list[tuple[str, Parameter, int]] = []
+        # Of the memory, after the first microbatch: of what is trained, of what else the layers hold, and of rates.
+        self._addresses: list[tuple[Parameter, int]] = []
         self._other_addresses: list[tuple[Parameter, int]] = []
+        self._rate_addresses: dict[str, int] = {}
         self._is_doubled = False  # whether the last update was number 1, 2, 4, 8, ...
         self._warned = self._warned_of_empty = False  # of many skips; of windows of weight 0
         self._empty_before = 0  # such windows of the run that was loaded
@@ -593,13 +595,13 @@ class Boundary:
         The graphs of microbatches stay: compiled again, their random layers would begin with their first values. Raise
         ValueError if a group was added.
         """
-        if not self._options:
+        if not self._groups:
             return
         assign_rates_of_groups(self.window.optimizer)
         options = options_of_groups(self.window.optimizer)
-        if len(options) != len(self._options):
+        if len(options) != self._groups:
             raise ValueError(_ADDED)
-        if options != self._options:
+        if self._options not in (None, options):
             self._graphs, self.changes = {}, self.changes + 1
         self._options = options
 
@@ -786,9 +788,8 @@ class Boundary:
         """Note where the memory of parameters and rates is. MindSpore keeps slices elsewhere, if it shards."""
         if shards():
             return
-        weights = [(parameter.name, parameter) for parameter in self.window.weights]
-        self._addresses = [(name, parameter, address_of(parameter))
-                           for name, parameter in (*weights, *rates_of(self.window.optimizer).items())]
+        self._addresses = [(parameter, address_of(parameter)) for parameter in self.window.weights]
+        self._rate_addresses = {name: address_of(rate) for name, rate in rates_of(self.window.optimizer).items()}
         trained = {id(parameter) for parameter in self.window.weights}
         self._other_addresses = [(parameter, address_of(parameter)) for layer in self.layers
                                  for parameter in layer.get_parameters(expand=False) if id(parameter) not in trained]
@@ -803,9 +804,12 @@ class Boundary:
         if self._filled_by_hand and not self._addresses:
             self.note_addresses()
         if not self.eager or type(self.window.optimizer).__module__.startswith(_COMPILED):
-            rates = rates_of(self.window.optimizer)  # another Parameter may be in the place of a rate
-            for name, parameter, address in self._addresses:
-                if address_of(rates.get(name, parameter)) != address:
+            found = [(parameter.name, address_of(parameter), address) for parameter, address in self._addresses]
+            # Another Parameter may be in the place of a rate.
+            found += [(name, address_of(rate), self._rate_addresses[name])
+                      for name, rate in rates_of(self.window.optimizer).items() if name in self._rate_addresses]
+            for name, now, before in found:
+                if now != before:
                     raise RuntimeError(_REPLACED.format(name))
         if not self.eager:
             for i, (parameter, address) in enumerate(self._other_addresses):
