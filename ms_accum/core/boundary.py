@@ -149,13 +149,13 @@ class Logged(NamedTuple):
         closed: Number of windows closed before it.
         weight: Sum of its weights.
         losses: For each microbatch, its losses, followed by its named aux, and the weights of the losses.
-        trained: Number of microbatches trained in the epoch when it was loaded; -1 if it was not.
+        is_loaded: Whether a checkpoint held it.
     """
 
     closed: int = -1
     weight: float = 0.0
     losses: tuple = ()
-    trained: int = -1
+    is_loaded: bool = False
 
 
 class Boundary:
@@ -174,6 +174,7 @@ class Boundary:
         size: Number of samples in the last microbatch.
         samples: Number of samples in each microbatch of this epoch; 0 if they differ, or it is not known.
         loop: Number of loops over an epoch that have begun.
+        since_load: Number of calls that trained a microbatch, or would have, since a checkpoint was loaded.
         has_epochs: Whether there was one, also in the run that was loaded.
         is_driven: Whether a train step or a cell fills the accumulator; then nothing can be added by hand.
         eager: Whether the host runs op by op.
@@ -195,6 +196,7 @@ class Boundary:
         self._options: Optional[list] = None  # of these, once they were read
         self.given: dict[str, dict[str, str]] = {}  # what the script gave the optimizer, once that is noted
         self.logged = self.recalled = Logged()
+        self.since_load = 0
         self.used_rates: Optional[tuple[float, ...]] = None  # of the last update, if others were set since, or may be
         self.layers: list[nn.Cell] = []  # of the networks that a train step was found to use
         # Of the memory, after the first microbatch: of what is trained, of what else the layers hold, and of rates.
@@ -260,7 +262,7 @@ class Boundary:
         """
         if self._filled_by_hand:
             raise RuntimeError(_BY_HAND)
-        self.is_driven = True
+        self.is_driven, self.since_load = True, self.since_load + 1
         self.note_given()
         self.follow_groups()
         if self._is_doubled:  # not after each update: op by op, it waits for all that is queued
@@ -439,7 +441,8 @@ class Boundary:
             self.window.mark_emptying()  # an interrupt here leaves a mark: neither of the two may be done alone
             self._set_place(status.epochs, trained)
             self.window.reset()
-            self.logged = self.recalled = Logged(status.closed_windows, trained=trained)  # of a window that begins anew
+            self.logged = self.recalled = Logged(status.closed_windows, is_loaded=True)  # of a window that begins anew
+            self.since_load = 0
             self.forget()
         return trained
 
@@ -848,8 +851,8 @@ class Boundary:
         follow_rates(window.optimizer)
         ops.assign(window.unfinished, 0)
         self.note_saved()
-        self.logged = Logged(int(window.closed_windows), float(window.weight_sum), losses, int(window.place[1]))
-        self.recalled = self.logged
+        self.logged = Logged(int(window.closed_windows), float(window.weight_sum), losses, True)
+        self.recalled, self.since_load = self.logged, 0
         self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
         self._empty_before, self.samples = int(window.empty_windows), samples
         self._is_ended = self._is_in_epoch = False

@@ -336,7 +336,7 @@ class WindowLog(Callback):
             self._held, self._skipped = 0, status.skipped
             if loss is not None:
                 self._came_late(status)
-                if not self._losses and recalled.trained < 0:
+                if not self._losses:
                     self._warn_of_missed(status.mini_step - 1)
             self._begin_file(status, loss is not None and status.mini_step == 0)
         if loss is None:
@@ -363,7 +363,7 @@ class WindowLog(Callback):
         if closed < self._closed or (stands and status.mini_step <= self._held):
             self._losses, self._weight = [], 0.0
             self._closed = closed if is_open else closed - 1
-            self._recall(status.trained - 1)
+            self._recall(1)
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the state of the accumulator."""
@@ -377,7 +377,7 @@ class WindowLog(Callback):
         self._losses = []
         self._weight, self._closed = float(accumulator.weight_sum), int(accumulator.closed_windows)
         self._taken, self._place, self._trained = True, (0, 0), 0
-        self._recall(accumulator.status().trained)
+        self._recall(0)
         self._columns = [*self._row(0)]
 
     def _came_late(self, status: Status) -> None:
@@ -386,7 +386,7 @@ class WindowLog(Callback):
             self._weight, self._closed = 0.0, self._closed - 1
         else:  # others may be in the window: of their weights, only the sum is known
             self._weight -= self._weight / status.mini_step
-        self._recall(status.trained - 1)
+        self._recall(1)
 
     def _warn_of_missed(self, missed: int) -> None:
         if missed > 0 and not self._has_warned:
@@ -394,9 +394,10 @@ class WindowLog(Callback):
             warn(_MISSED.format(missed, "es" * (missed != 1)), UserWarning, stacklevel=3)
 
     def _recall(self, trained: int) -> None:
-        """Go on with the open window of a checkpoint, if `trained` microbatches of the epoch were trained by then."""
-        logged = self._accumulator.boundary.recalled
-        if (logged.closed, logged.trained) == (self._closed, trained):
+        """Go on with the open window of a checkpoint, if `trained` microbatches were trained since it was loaded."""
+        boundary = self._accumulator.boundary
+        logged = boundary.recalled
+        if logged.is_loaded and (logged.closed, boundary.since_load) == (self._closed, trained):
             self._weight, self._losses = logged.weight, [*logged.losses]
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
@@ -420,7 +421,7 @@ class WindowLog(Callback):
         weight = float(self._accumulator.weight_sum)
         if weight != self._weight:
             self._losses, self._weight = [], weight
-            self._recall(self._accumulator.status().trained)
+            self._recall(0)
 
     def take(self, run_context: RunContext) -> None:
         """Record the microbatch's loss, once, and log the window if the microbatch or a flush closed it.
@@ -542,7 +543,7 @@ def _mean(pairs: Iterable[tuple[float, float]]) -> float:
 def _loaded_since(accumulator: Accumulator, before: Optional[Logged]) -> tuple[Logged, bool]:
     """Return what the last checkpoint held of a log, and whether it was loaded since `before` was returned."""
     recalled = accumulator.boundary.recalled
-    return recalled, recalled is not before and recalled.trained >= 0
+    return recalled, recalled is not before and recalled.is_loaded
 
 
 def _one_cell(callback: Callback, run_context: RunContext) -> TrainOneStepCell:

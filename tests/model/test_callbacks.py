@@ -463,6 +463,24 @@ def test_a_model_goes_on_in_the_middle_of_an_epoch_with_what_is_left(skips, tmp_
     assert [row["epoch"] for row in rows] == [4, 4, 5, 5]
 
 
+@pytest.mark.parametrize("at", [3, 4, 5])
+def test_a_log_goes_on_in_the_window_of_a_file_that_the_loop_goes_back_to(at):
+    """With what the file holds of it. Control: the losses differ."""
+    network, rows, data = MLP(), [], [tensors(*batch) for batch in batches([6] * 8)]
+    step, log = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.0), 3), WindowLog(rows.append)
+    losses = []
+    for i, loss in enumerate(step.epoch(data)):
+        losses.append(float(loss))
+        log(step, loss)
+        if i == 1:
+            save_checkpoint("open.safetensors", network, step)
+        if i == at:
+            load_checkpoint("open.safetensors", network, step)
+    seen = [*losses[:2], losses[at + 1]]
+    assert rows[-2]["loss"] == pytest.approx(np.mean(seen))
+    assert len({*seen}) == 3
+
+
 @pytest.mark.parametrize("loads", [1, 0])
 def test_callbacks_begin_with_a_file_that_a_later_one_loads_when_training_begins(loads):
     """The rows of the run before are kept. Control: without the load, a new run overwrites them."""
