@@ -28,6 +28,7 @@ from ..arguments import boolean, instance_of
 from ..core.accumulator import Accumulator
 from ..core.boundary import require_whole
 from ..core.facts import CLASS, changes, rate_texts
+from ..core.notes import trained_anywhere
 from ..core.optimizers import divided_state, has_scheduler, own_name, state_of
 from ..core.stages import require_scale
 from ..distributed.ranks import differing, gather, require_alike, sent_by, text_by, together
@@ -106,7 +107,8 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             the header of the file, which holds 100 MB at most.
 
     Warns:
-        UserWarning: If a layer in training mode has state, such as BatchNorm's statistics, that is not in `network`.
+        UserWarning: If a network that the train step uses has Parameters that are not in `network`, such as a teacher,
+            and that no other accumulator trains.
 
     Raises:
         TypeError: If `network` or `accumulator` is of the wrong kind; if `extra` would change when it is written to
@@ -348,15 +350,15 @@ class _State:
         self.losses, self.loops, self.samples = boundary.losses(), boundary.has_epochs, boundary.samples
 
     def warn_of_unsaved(self) -> None:
-        """Warn if a layer in training mode has state, such as BatchNorm's statistics, that the file does not hold."""
-        saved = {id(p) for p in self.entries.values()}
-        lost = next((p.name for layer in self.layers if layer.training
-                     for _, p in layer.parameters_and_names(expand=False)
-                     if not p.requires_grad and id(p) not in saved), None)
+        """Warn if the layers have Parameters that neither the file holds nor another accumulator trains."""
+        known = {id(p) for p in self.entries.values()} | trained_anywhere()
+        lost = next((p.name for layer in self.layers for _, p in layer.parameters_and_names(expand=False)
+                     if id(p) not in known), None)
         if lost is not None:
-            warn(f"{lost} may change in training, but is no Parameter of the network that is saved, so a resumed run "
-                 "begins with its first value; save one Cell that holds all networks, such as "
-                 "nn.CellList([encoder, head]), or each network in a file", UserWarning, stacklevel=5)
+            warn(f"{lost} is used in training, but is no Parameter of the network that is saved; if it changes, as "
+                 "BatchNorm's statistics and a teacher's averages do, a resumed run begins with its first value: save "
+                 "one Cell that holds all networks, such as nn.CellList([student, teacher]), or each network in a file",
+                 UserWarning, stacklevel=5)
 
     def exchanged_alike(self, about: dict) -> bool:
         """Return whether the checkpoint has the same ranks and exchange, so that it holds each rank's own entries."""

@@ -41,6 +41,11 @@ def register(number: int, boundary: Boundary) -> None:
     _boundaries[number] = boundary
 
 
+def trained_anywhere() -> set[int]:
+    """Return the `id` of each Parameter that an accumulator trains."""
+    return {id(parameter) for boundary in _boundaries.values() for parameter in boundary.window.weights}
+
+
 @constexpr
 def note_filled(number: int) -> bool:
     """Note that a window is filled by hand. Raise an error if it must not be; see `Boundary.note_filled`."""

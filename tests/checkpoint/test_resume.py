@@ -810,9 +810,8 @@ def test_weights_that_do_not_fit_are_refused():
     assert whole[0].weight.asnumpy().tolist() == [[7, 7]]
 
 
-def test_statistics_that_no_file_holds_are_warned_of():
-    """Of a second network, which is trained and not saved. Control: one Cell that holds both, or a network that is in
-    evaluation mode."""
+def test_parameters_that_no_file_holds_are_warned_of():
+    """Of a second network, also of a teacher. Control: one Cell that holds both, or one that another step trains."""
     def made():
         encoder, head = nn.Dense(2, 3), nn.SequentialCell(nn.BatchNorm1d(3), nn.Dense(3, 1))
         both = nn.CellList([encoder, head])
@@ -832,7 +831,14 @@ def test_statistics_that_no_file_holds_are_warned_of():
     train_step(BATCH)
     assert said(both) == []
     (text, file), = said(encoder)
-    assert "0.moving_mean may change in training, but is no Parameter of the network that is saved" in text
+    assert text.startswith("1.0.moving_mean is used in training, but is no Parameter of the network that is saved; if")
     assert file == __file__
-    head.set_train(False)
-    assert said(encoder) == []
+    teacher = nn.Dense(2, 1).set_train(False)
+    teacher.update_parameters_name("teacher.")
+    train_step = make_train_step(lambda x: (head(encoder(x)) - teacher(x)).mean(), nn.SGD(both.trainable_params(), 0.1),
+                                 1, eager=True)
+    train_step(BATCH)
+    assert said(both)[0][0].startswith("teacher.weight is used in training, but is no Parameter of the network that is")
+    other = make_train_step(teacher, nn.SGD(teacher.trainable_params(), 0.1), 1, eager=True)
+    assert said(both) == []
+    assert other.trained == 0
