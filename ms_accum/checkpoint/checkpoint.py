@@ -303,7 +303,7 @@ class _State:
         of_window: The names of entries that are only needed while a window is open.
         of_stages: The names of entries that may be missing if no window is open.
         settings: Settings that must be equal in the run that resumes if a window is open.
-        layers: Those of the networks that a train step was found to use.
+        used: Parameters that the train step or cell was found to use.
         given: What the script gave the optimizer; see `given_to`.
         reached: Of these, the rates that differ now.
         losses: Those of the open window that a `WindowLog` has seen.
@@ -343,17 +343,16 @@ class _State:
         of_stages = {id(p) for stage in window.stages for p in stage.run_state}
         self.of_stages = [f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in of_stages]
         boundary.note_given()
-        self.layers = boundary.layers
+        self.used = boundary.used
         self.given = boundary.given
         self.reached = {name: text for name, text in rate_texts(optimizer).items()
                         if self.given.get(name, {}).get(name, text) != text}
         self.losses, self.loops, self.samples = boundary.losses(), boundary.has_epochs, boundary.samples
 
     def warn_of_unsaved(self) -> None:
-        """Warn if the layers have Parameters that neither the file holds nor another accumulator trains."""
+        """Warn if Parameters are used that neither the file holds nor another accumulator trains."""
         known = {id(p) for p in self.entries.values()} | trained_anywhere()
-        lost = next((p.name for layer in self.layers for _, p in layer.parameters_and_names(expand=False)
-                     if id(p) not in known), None)
+        lost = next((p.name for p in self.used if id(p) not in known), None)
         if lost is not None:
             warn(f"{lost} is used in training, but is no Parameter of the network that is saved; if it changes, as "
                  "BatchNorm's statistics and a teacher's averages do, a resumed run begins with its first value: save "

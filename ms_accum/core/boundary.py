@@ -198,8 +198,9 @@ class Boundary:
         self.logged = self.recalled = Logged()
         self.since_load = 0
         self.used_rates: Optional[tuple[float, ...]] = None  # of the last update, if others were set since, or may be
-        self.layers: list[nn.Cell] = []  # of the networks that a train step was found to use
-        # Of the memory, after the first microbatch: of what is trained, of what else the layers hold, and of rates.
+        self.layers: list[nn.Cell] = []  # that a train step or a cell was found to use
+        self.used: list[Parameter] = []  # of them, and others
+        # Of the memory, after the first microbatch: of what is trained, of what else is used, and of rates.
         self._addresses: list[tuple[Parameter, int]] = []
         self._other_addresses: list[tuple[Parameter, int]] = []
         self._rate_addresses: dict[str, int] = {}
@@ -787,6 +788,10 @@ class Boundary:
             assign_rates_of_groups(self.window.optimizer)  # else a number in a group would differ from a Parameter
             self.given = given_to(self.window.optimizer)
 
+    def note_used(self, layers: list[nn.Cell], parameters: list[Parameter]) -> None:
+        """Note the layers and Parameters that a train step or a cell was found to use."""
+        self.layers, self.used = layers, parameters
+
     def note_addresses(self) -> None:
         """Note where the memory of parameters and rates is. MindSpore keeps slices elsewhere, if it shards."""
         if shards():
@@ -794,15 +799,14 @@ class Boundary:
         self._addresses = [(parameter, address_of(parameter)) for parameter in self.window.weights]
         self._rate_addresses = {name: address_of(rate) for name, rate in rates_of(self.window.optimizer).items()}
         trained = {id(parameter) for parameter in self.window.weights}
-        self._other_addresses = [(parameter, address_of(parameter)) for layer in self.layers
-                                 for parameter in layer.get_parameters(expand=False) if id(parameter) not in trained]
+        self._other_addresses = [(p, address_of(p)) for p in self.used if id(p) not in trained]
 
     def require_same_memory(self) -> None:
         """Raise RuntimeError if a trained parameter or a rate has new memory, which no compiled graph knows.
 
-        Warn if another parameter of the layers has, such as one of a target network, or a statistic. Op by op, only the
-        optimizer is compiled, if it is one of `mindspore.nn` or `mindspore.experimental`. By hand, nobody notes the
-        memory after the first microbatch, so the first call of this does it.
+        Warn if another Parameter has, such as one of a target network, or a statistic; but the graph of a cell sees it.
+        Op by op, only the optimizer is compiled, if it is one of `mindspore.nn` or `mindspore.experimental`. By hand,
+        nobody notes the memory after the first microbatch, so the first call of this does it.
         """
         if self._filled_by_hand and not self._addresses:
             self.note_addresses()
@@ -814,7 +818,7 @@ class Boundary:
             for name, now, before in found:
                 if now != before:
                     raise RuntimeError(_REPLACED.format(name))
-        if not self.eager:
+        if not self.eager and self.has_own_graphs:
             for i, (parameter, address) in enumerate(self._other_addresses):
                 if address_of(parameter) != address:
                     self._other_addresses[i] = parameter, address_of(parameter)  # warn of each value once

@@ -51,13 +51,15 @@ class TrainMode:
 
     Attributes:
         layers: The layers. If `training` of one changes, graphs must be compiled again.
+        parameters: Their Parameters, and others that the functions can reach.
     """
 
     def __init__(self, functions: Sequence[Callable], weights: Iterable[Parameter], eager: bool = False) -> None:
         self._networks, parameters = held_by(*functions)
         self.layers = [layer for network in self._networks for _, layer in network.cells_and_names()]
         self._trained = {id(p): p.name for p in weights}
-        found = {id(p) for p in chain(parameters, *(network.get_parameters() for network in self._networks))}
+        found = {id(p): p for p in chain(parameters, *(network.get_parameters() for network in self._networks))}
+        self.parameters = list(found.values())
         has_own = any(p.requires_grad for network in self._networks for p in network.get_parameters())
         self._is_foreign = has_own and self._trained.keys().isdisjoint(found)
         self._unseen = next((name for key, name in self._trained.items() if key not in found), None)

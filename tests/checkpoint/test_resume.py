@@ -842,3 +842,13 @@ def test_parameters_that_no_file_holds_are_warned_of():
     other = make_train_step(teacher, nn.SGD(teacher.trainable_params(), 0.1), 1, eager=True)
     assert said(both) == []
     assert other.trained == 0
+    bank = ms.Parameter(ms.Tensor(1.0), name="bank", requires_grad=False)
+    train_step = make_train_step(lambda x: (head(encoder(x)) * bank).mean(), nn.SGD(both.trainable_params(), 0.1), 1,
+                                 eager=True)
+    train_step(BATCH)
+    assert said(both)[0][0].startswith("bank is used in training")
+    loss = nn.WithLossCell(nn.SequentialCell(encoder, head), nn.L1Loss())
+    train_step = TrainOneStepCell(loss, nn.SGD(both.trainable_params(), 0.1), 1)
+    train_step(ms.Tensor(BATCH), ms.Tensor(BATCH[:, :1]))
+    assert said(both) == []
+    assert said(encoder)[0][0].startswith("1.0.moving_mean is used in training")
