@@ -31,7 +31,7 @@ from .epoch import Epoch, warn_of_no_batch, without_first
 from .facts import describe, short_text_of, text_of, texts_of_stages
 from .length import length_of
 from .notes import note_called, note_closed, note_filled
-from .optimizers import INSTANCE, cell_prefix, checked_parameters, name_state, state_of
+from .optimizers import checked_parameters, name_state, own_name, state_of
 from .precision import buffer_dtype_of, warn_of_lost_gradients
 from .stages import (
     checked_loss_scaler,
@@ -452,7 +452,7 @@ class Accumulator(Uncopied):
 
         It includes buffers that no window has needed yet; these take no memory, and are 0.
         """
-        return {INSTANCE.sub("", p.name).removeprefix(cell_prefix(self.optimizer)): p for p in self.parameters}
+        return {own_name(self.optimizer, p.name): p for p in self.parameters}
 
 
 Accumulator.__init__ = spelled(  # type: ignore[method-assign]

@@ -388,8 +388,11 @@ def cell_prefix(optimizer: Any) -> str:
 
 
 def own_name(optimizer: Any, name: str) -> str:
-    """Return the name of an optimizer's state without the prefix of an accumulator or a cell."""
-    return INSTANCE.sub("", name).removeprefix(cell_prefix(optimizer))
+    """Return the name of an optimizer's state without the prefixes of accumulators and cells that were built for it."""
+    before = ""
+    while name != before:  # each one may have added its own; see `name_state`
+        before, name = name, INSTANCE.sub("", name).removeprefix(cell_prefix(optimizer))
+    return name
 
 
 def _require_accumulable(parameter: Parameter) -> None:

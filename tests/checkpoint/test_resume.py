@@ -1,4 +1,5 @@
 """Runs that go on with a change: rates, other settings of the optimizer and of the accumulator."""
+import gc
 import re
 from itertools import takewhile
 from pathlib import Path
@@ -808,6 +809,30 @@ def test_weights_that_do_not_fit_are_refused():
     whole = nn.SequentialCell(nn.Dense(2, 1), nn.Dense(1, 1))
     load_weights({f"0.{name}": value for name, value in given.items()}, whole[0])
     assert whole[0].weight.asnumpy().tolist() == [[7, 7]]
+
+
+def test_names_in_a_file_do_not_depend_on_steps_that_were_built_before():
+    """Folds of one process, whose optimizers live on, each with two steps. Control: the names of Parameters do."""
+    held, names, files = [], set(), []
+
+    def fold():
+        network = nn.Dense(2, 1)
+        held.append(nn.Adam(network.trainable_params(), 0.1))
+        for length in (2, 4):
+            train_step = make_train_step(forward_fn_of(network), held[-1], length, eager=True)
+            list(train_step.epoch([BATCH] * 4))
+            if length == 2:
+                del train_step
+        save_checkpoint("c.safetensors", network, train_step)
+        names.add(held[-1].global_step.name.replace("accumulator.weight.", "*"))
+        files.append(sorted(ms.load_checkpoint("c.safetensors", format="safetensors")))
+
+    for _ in range(4):
+        fold()
+        gc.collect()
+    assert names >= {"global_step", "*global_step", "**global_step"}
+    assert all(each == files[0] for each in files)
+    assert "optimizer:global_step" in files[0]
 
 
 def test_parameters_that_no_file_holds_are_warned_of():
