@@ -799,7 +799,8 @@ class Boundary:
         self._addresses = [(parameter, address_of(parameter)) for parameter in self.window.weights]
         self._rate_addresses = {name: address_of(rate) for name, rate in rates_of(self.window.optimizer).items()}
         trained = {id(parameter) for parameter in self.window.weights}
-        self._other_addresses = [(p, address_of(p)) for p in self.used if id(p) not in trained]
+        # Not of what has no memory yet.
+        self._other_addresses = [(p, address_of(p)) for p in self.used if id(p) not in trained and address_of(p)]
 
     def require_same_memory(self) -> None:
         """Raise RuntimeError if a trained parameter or a rate has new memory, which no compiled graph knows.
