@@ -29,7 +29,7 @@ from ..core.accumulator import Accumulator
 from ..core.boundary import require_whole
 from ..core.facts import CLASS, changes, rate_texts
 from ..core.notes import trained_anywhere
-from ..core.optimizers import divided_state, has_scheduler, own_name, state_of
+from ..core.optimizers import divided_state, has_scheduler, load_options, options_of_groups, own_name, state_of
 from ..core.stages import require_scale
 from ..distributed.ranks import differing, gather, require_alike, sent_by, text_by, together
 from ..distributed.tags import LOAD, SAVE
@@ -173,8 +173,9 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     is loaded. Nothing in the file is executed.
 
     Learning rates, momentum, weight decay and schedules are those that the script gives now, not those of the file. A
-    list of rates is read from the update that the file has reached; it may be longer or shorter. A rate that a callback
-    has changed is loaded from the file, unless the script gives another initial rate. One warning says what differs.
+    list of rates is read from the update that the file has reached; it may be longer or shorter. A rate that was
+    changed in training, or a number in `param_groups`, is loaded from the file, unless the script gives another initial
+    one. One warning says what differs.
     In an optimizer of your own, only Parameters called `learning_rate` or `lr` are known as rates.
 
     If the window was closed (saved when `train_step.updated` is true, or after a flush), the accumulator may have other
@@ -245,6 +246,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
                 # is freed before the next one has a value (measured on CPU, where there is nothing to synchronize).
                 synchronize()
                 (Tensor(0) + 1).asnumpy()
+    notes += load_options(accumulator.optimizer, run.first_options, *about.get("options", ([], [])))
     if keep_rates:
         boundary.given = {**run.given, **{name: about["given"][name] for name in run.kept(about, entries)}}
     if notes and rank == 0:
@@ -307,7 +309,8 @@ class _State:
         given: What the script gave the optimizer; see `given_to`.
         reached: Of these, the rates that differ now.
         losses: Those of the open window that a `WindowLog` has seen.
-        samples: See `Boundary`.
+        samples, first_options: See `Boundary`.
+        options: What these are now.
     """
 
     def __init__(self, network: nn.Cell, accumulator: Accumulator) -> None:
@@ -348,6 +351,7 @@ class _State:
         self.reached = {name: text for name, text in rate_texts(optimizer).items()
                         if self.given.get(name, {}).get(name, text) != text}
         self.losses, self.loops, self.samples = boundary.losses(), boundary.has_epochs, boundary.samples
+        self.first_options, self.options = boundary.first_options, options_of_groups(optimizer)
 
     def warn_of_unsaved(self) -> None:
         """Warn if Parameters are used that neither the file holds nor another accumulator trains."""
@@ -382,7 +386,7 @@ class _State:
         entries = {name: p.asnumpy() for name, p in self.entries.items() if name not in left_out}
         about = {**self.settings, "open": is_open, "extra": extra, "given": self.given, "reached": self.reached,
                  "of_stages": self.of_stages, "losses": self.losses if is_open else (), "loops": self.loops,
-                 "samples": self.samples}
+                 "samples": self.samples, "options": [self.first_options, self.options]}
         if ranks > 1:
             self._gather(part, entries, about)
         return entries, about

@@ -193,7 +193,8 @@ class Boundary:
         self.saved: Optional[tuple[int, int]] = None  # closed windows and open microbatches at the last checkpoint
         self.reported: Optional[int] = None  # the value of `skipped` when an error about it was last raised
         self._groups = len(options_of_groups(window.optimizer))
-        self._options: Optional[list] = None  # of these, once they were read
+        self._options: Optional[list[dict[str, Any]]] = None  # of these, once they were read
+        self.first_options: list[dict[str, Any]] = []  # what these were then
         self.given: dict[str, dict[str, str]] = {}  # what the script gave the optimizer, once that is noted
         self.logged = self.recalled = Logged()
         self.since_load = 0
@@ -605,7 +606,9 @@ class Boundary:
         options = options_of_groups(self.window.optimizer)
         if len(options) != self._groups:
             raise ValueError(_ADDED)
-        if self._options not in (None, options):
+        if self._options is None:
+            self.first_options = options
+        elif options != self._options:
             self._graphs, self.changes = {}, self.changes + 1
         self._options = options
 

@@ -243,9 +243,31 @@ def rates_of(optimizer: object) -> dict[str, Parameter]:
 
 
 def options_of_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the plain values in `param_groups`, which graphs hold as constants."""
-    return [{name: value for name, value in group.items() if isinstance(value, _CONSTANT) and name not in _NO_OPTIONS}
+    """Return the plain values in `param_groups`, which graphs hold as constants; tuples as lists, as JSON has them."""
+    return [{name: list(value) if isinstance(value, tuple) else value for name, value in group.items()
+             if isinstance(value, _CONSTANT) and name not in _NO_OPTIONS}
             for group in getattr(optimizer, "param_groups", ())]
+
+
+def load_options(optimizer: Any, own: list[dict[str, Any]], first: list[dict[str, Any]], saved: list[dict[str, Any]]
+                 ) -> list[str]:
+    """Set values in `param_groups` to those of a checkpoint, where its script gave the same ones as this one.
+
+    Return texts of what this takes back.
+
+    Args:
+        optimizer: The optimizer.
+        own, first: What this script gave, and that of the checkpoint. See `options_of_groups`.
+        saved: The values when it was saved.
+    """
+    taken_back, groups = [], getattr(optimizer, "param_groups", ())
+    for group, now, mine, theirs, values in zip(groups, options_of_groups(optimizer), own, first, saved):
+        for name in now.keys() & mine.keys() & theirs.keys() & values.keys():
+            if mine[name] == theirs[name] and now[name] != values[name]:
+                if now[name] != mine[name]:
+                    taken_back.append(f"{name} {now[name]} -> {values[name]} (set it again after the load)")
+                group[name] = tuple(values[name]) if isinstance(values[name], list) else values[name]
+    return sorted(taken_back)
 
 
 def assign_rates_of_groups(optimizer: Any) -> None:

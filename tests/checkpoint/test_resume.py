@@ -630,6 +630,51 @@ def test_replaced_weights_are_reported_in_a_loop_by_hand(mode):
             call()
 
 
+@pytest.mark.parametrize(("option", "values"), [
+    ("weight_decay", (0.0, 0.5, 0.2)), ("betas", ((0.9, 0.9), (0.5, 0.5), (0.6, 0.6)))])
+@pytest.mark.parametrize("eager", [False, True])
+def test_an_option_that_was_changed_in_training_is_part_of_a_file(eager, option, values):
+    """As rates are: another one of the script counts, and a load says what it takes back. Control: an older file."""
+    first, second, third = values
+
+    def made(value=first):
+        return built(lambda network: optim.AdamW(network.trainable_params(), 0.1, **{option: value}), 1, eager=eager)
+
+    def change(train_step, value):
+        train_step.accumulator.optimizer.param_groups[0][option] = value
+
+    def trained(network, train_step):
+        for i in range(3):
+            train_step(BATCH * (i + 1))
+        return network.weight.asnumpy().tolist()
+
+    network, train_step = made()
+    train_step(BATCH)
+    save_checkpoint("old.safetensors", network, train_step)
+    change(train_step, second)
+    train_step(BATCH)
+    save_checkpoint("c.safetensors", network, train_step)
+    whole, ends = trained(network, train_step), []
+    for value in (first, third):
+        network, train_step = made(value)
+        assert (f"{option}" in loaded(network, train_step)) == (value == third)
+        assert train_step.accumulator.optimizer.param_groups[0][option] == (second if value == first else third)
+        ends.append(trained(network, train_step))
+    assert ends[0] == whole != ends[1]
+    network, train_step = made()
+    change(train_step, first)
+    train_step(BATCH)
+    change(train_step, third)
+    text = loaded(network, train_step)
+    assert text == f"{option} {[*third] if option == 'betas' else third} -> " \
+                   f"{[*second] if option == 'betas' else second} (set it again after the load)"
+    assert trained(network, train_step) == whole
+    with recorded_warnings() as caught:
+        load_checkpoint("old.safetensors", network, train_step)
+    assert "set it again after the load" in str(caught[0].message)
+    assert train_step.accumulator.optimizer.param_groups[0][option] == first
+
+
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("at", ["begin", "end"])
 def test_a_loop_of_backward_goes_on_at_the_place_of_a_checkpoint(calls, at):
