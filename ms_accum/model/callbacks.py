@@ -327,11 +327,14 @@ class WindowLog(Callback):
         boundary = accumulator.boundary
         recalled, is_loaded = _loaded_since(accumulator, self._recalled)  # then begin again
         self._recalled = recalled
+        if is_loaded and boundary.since_load == 0:
+            loss = None  # of a microbatch that the load has undone, e.g. in a function of `on_update`
         if self._followed is not accumulator or is_loaded:
             if self._followed not in (None, accumulator):
                 raise ValueError("this WindowLog follows another train step; give each step a WindowLog of its own")
             self._begin(accumulator)
-            self._followed, self._place = accumulator, (status.epochs + 1, 0)
+            # A loop may go on at a place of its own after a load.
+            self._followed, self._place = accumulator, (0 if loss is None else status.epochs + 1, 0)
             self._trained = boundary.apart + getattr(train_step, "trained", 1) - (loss is not None)
             self._held, self._skipped = 0, status.skipped
             if loss is not None:

@@ -481,6 +481,36 @@ def test_a_log_goes_on_in_the_window_of_a_file_that_the_loop_goes_back_to(at):
     assert len({*seen}) == 3
 
 
+@pytest.mark.parametrize("update", [2, 3])
+@pytest.mark.parametrize("held", [2, 3])
+def test_a_load_in_on_update_leaves_no_row_of_what_it_has_undone(held, update):
+    """The next row is that of the file's window. Control: the losses differ."""
+    network, rows, data = MLP(), [], [tensors(*batch) for batch in batches([6] * 12)]
+    step, log = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.0), 2), WindowLog(rows.append)
+    losses, files = [], ["file.safetensors"]
+
+    def load():
+        if step.status().update_step == update and files:
+            load_checkpoint(files.pop(), network, step)
+
+    step.on_update(load)
+    with recorded_warnings() as caught:
+        for i, loss in enumerate(step.epoch(data)):
+            losses.append(float(loss))
+            log(step, loss)
+            if i + 1 == held:
+                save_checkpoint("file.safetensors", network, step)
+    assert not caught
+    undone = 2 * update - 1  # the microbatch that has led to the load
+    after = losses[undone + 1:]
+    expected = [*zip(losses[0:undone - 1:2], losses[1:undone - 1:2])]
+    if held == 3:  # an open window
+        expected.append((losses[2], after.pop(0)))
+    expected += [*zip(after[::2], after[1::2])]
+    assert [row["loss"] for row in rows][:len(expected)] == pytest.approx([np.mean(pair) for pair in expected])
+    assert len({*losses}) == 12
+
+
 @pytest.mark.parametrize("loads", [1, 0])
 def test_callbacks_begin_with_a_file_that_a_later_one_loads_when_training_begins(loads):
     """The rows of the run before are kept. Control: without the load, a new run overwrites them."""
