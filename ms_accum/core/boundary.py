@@ -46,7 +46,15 @@ from ..mindspore_api import address_of
 from ..tensors import require_trainable
 from .facts import given_to
 from .notes import register
-from .optimizers import assign_rates_of_groups, follow_rates, options_of_groups, rates_at, rates_of
+from .optimizers import (
+    assign_rates_of_groups,
+    follow_rates,
+    options_of_groups,
+    own_name,
+    rates_at,
+    rates_in,
+    rates_of,
+)
 from .window import UPDATING
 
 if TYPE_CHECKING:
@@ -201,10 +209,10 @@ class Boundary:
         self.used_rates: Optional[tuple[float, ...]] = None  # of the last update, if others were set since, or may be
         self.layers: list[nn.Cell] = []  # that a train step or a cell was found to use
         self.used: list[Parameter] = []  # of them, and others
-        # Of the memory, after the first microbatch: of what is trained, of what else is used, and of rates.
-        self._addresses: list[tuple[Parameter, int]] = []
+        # Of the memory, after the first microbatch: of what is trained and of rates, and of what else is used.
+        self._addresses: list[tuple[str, Parameter, int]] = []
         self._other_addresses: list[tuple[Parameter, int]] = []
-        self._rate_addresses: dict[str, int] = {}
+        self._rates: list[Parameter] = []  # that the optimizer held then
         self._is_doubled = False  # whether the last update was number 1, 2, 4, 8, ...
         self._warned = self._warned_of_empty = False  # of many skips; of windows of weight 0
         self._empty_before = 0  # such windows of the run that was loaded
@@ -799,8 +807,10 @@ class Boundary:
         """Note where the memory of parameters and rates is. MindSpore keeps slices elsewhere, if it shards."""
         if shards():
             return
-        self._addresses = [(parameter, address_of(parameter)) for parameter in self.window.weights]
-        self._rate_addresses = {name: address_of(rate) for name, rate in rates_of(self.window.optimizer).items()}
+        weights = [(parameter.name, parameter) for parameter in self.window.weights]
+        self._addresses = [(name, parameter, address_of(parameter))
+                           for name, parameter in (*weights, *rates_of(self.window.optimizer).items())]
+        self._rates = [rate for rate in rates_in(self.window.optimizer) if isinstance(rate, Parameter)]
         trained = {id(parameter) for parameter in self.window.weights}
         # Not of what has no memory yet.
         self._other_addresses = [(p, address_of(p)) for p in self.used if id(p) not in trained and address_of(p)]
@@ -815,13 +825,13 @@ class Boundary:
         if self._filled_by_hand and not self._addresses:
             self.note_addresses()
         if not self.eager or type(self.window.optimizer).__module__.startswith(_COMPILED):
-            found = [(parameter.name, address_of(parameter), address) for parameter, address in self._addresses]
-            # Another Parameter may be in the place of a rate.
-            found += [(name, address_of(rate), self._rate_addresses[name])
-                      for name, rate in rates_of(self.window.optimizer).items() if name in self._rate_addresses]
-            for name, now, before in found:
-                if now != before:
-                    raise RuntimeError(_REPLACED.format(name))
+            optimizer = self.window.optimizer
+            assign_rates_of_groups(optimizer)
+            held = {id(rate) for rate in rates_in(optimizer)}  # another Parameter may be in the place of a rate
+            replaced = [name for name, parameter, address in self._addresses if address_of(parameter) != address]
+            replaced += [own_name(optimizer, rate.name) for rate in self._rates if id(rate) not in held]
+            if replaced:
+                raise RuntimeError(_REPLACED.format(replaced[0]))
         if not self.eager and self.has_own_graphs:
             for i, (parameter, address) in enumerate(self._other_addresses):
                 if address_of(parameter) != address:
