@@ -45,6 +45,7 @@ _restored, _judged = vars(Window)["_restored"], vars(Window)["_judged"]
 _scaled, _gradients_of, _end, _train_weighed = Loss.scaled, Loss.gradients_of, End.__call__, WeighedPieces.__call__
 _placed, _weigh = vars(optimizers)["_placed_state"], SkipMicrobatch.weigh
 _evaluated, _set_rates, _differentiated = Pieces.evaluated, optimizers.set_rates, Loss.differentiated
+_options = optimizers.options_of_groups
 
 
 # The number of samples multiplies the loss, and gradients are not weighted a second time.
@@ -178,8 +179,8 @@ def first_rate_for_all(optimizer, given):
     return _set_rates(optimizer, given[0] if isinstance(given, (list, tuple)) else given)
 
 
-def set_in_later_graphs(optimizer, given):
-    _set_rates(optimizer, given)
+def options_without_rates(optimizer):
+    return [{name: value for name, value in group.items() if "lr" not in name} for group in _options(optimizer)]
 
 
 _STEPS = ["step-pynative", "cell-pynative", "hand-pynative", "step"]
@@ -260,7 +261,7 @@ DEFECTS = {
         (Replaced(train_step, "set_rates", first_rate_for_all),)),
     "a graph keeps the rate": (
         {"driver": "step", "optimizer": "mint.SGD", "rate_at": 1, "accumulate_step": 2},
-        (Replaced(train_step, "set_rates", set_in_later_graphs),)),
+        everywhere(optimizers.options_of_groups, options_without_rates)),
     "all losses are divided by the count of the first": (
         {"driver": "ahead-pynative", "loss": "pair", "pieces": [1, 2], "scaler": None, "weight": "tensor",
          "accumulate_step": 3},
