@@ -31,7 +31,7 @@ _RATE = re.compile(r"(^|[.[])(learning_rate|lr)(_group_\d+|\[\d+\]|\])*$")  # na
 _GROUP = re.compile(r"_group_(\d+)$")
 _IN_SCHEDULE = re.compile(r"(group_)?(learning_rate|lr)[.[]")  # places
 _GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order in which a process creates them
-_CONSTANT = (Real, str, tuple, type(None))
+_CONSTANT = (Real, str, type(None))
 _NO_OPTIONS = ("lr", "initial_lr")  # a Parameter, unless a script has just replaced it; what only a scheduler reads
 _DEEPEST = 4  # attributes of attributes: self.a.b.c.network
 _MOST = 100_000  # values that are looked into
@@ -243,10 +243,17 @@ def rates_of(optimizer: object) -> dict[str, Parameter]:
 
 
 def options_of_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the plain values in `param_groups`, which graphs hold as constants; tuples as lists, as JSON has them."""
-    return [{name: list(value) if isinstance(value, tuple) else value for name, value in group.items()
-             if isinstance(value, _CONSTANT) and name not in _NO_OPTIONS}
+    """Return the plain values in `param_groups`, which graphs hold as constants, as JSON has them: tuples as lists."""
+    return [{name: _as_in_json(value) for name, value in group.items()
+             if name not in _NO_OPTIONS and all(isinstance(each, _CONSTANT) for each in
+                                                (value if isinstance(value, tuple) else (value,)))}
             for group in getattr(optimizer, "param_groups", ())]
+
+
+def _as_in_json(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_as_in_json(each) for each in value]
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def load_options(optimizer: Any, own: list[dict[str, Any]], first: list[dict[str, Any]], saved: list[dict[str, Any]]

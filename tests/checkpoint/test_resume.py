@@ -654,6 +654,9 @@ def test_an_option_that_was_changed_in_training_is_part_of_a_file(eager, option,
     change(train_step, second)
     train_step(BATCH)
     save_checkpoint("c.safetensors", network, train_step)
+    change(train_step, tuple(map(np.float32, second)) if option == "betas" else np.float32(second))
+    save_checkpoint("numpy.safetensors", network, train_step)  # NumPy's numbers are no JSON
+    change(train_step, second)
     whole, ends = trained(network, train_step), []
     for value in (first, third):
         network, train_step = made(value)
