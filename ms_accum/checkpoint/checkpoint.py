@@ -239,7 +239,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         found, notes = _together(ranks, lambda: run.checked(path, entries, about, keep_rates), CheckpointError)
         own = partial(_own, about, rank if run.exchanged_alike(about) else 0)
         with boundary.loading(about["open"], run.exchanged_alike(about), own("losses"), about.get("loops", False),
-                              own("samples") or 0):
+                              own("trained_samples")):
             for name, entry in found.items():
                 run.take(name, _value(entry, ranks))
                 # Otherwise MindSpore queues the entries, and holds several. Operations run in order, so that the entry
@@ -386,7 +386,7 @@ class _State:
         entries = {name: p.asnumpy() for name, p in self.entries.items() if name not in left_out}
         about = {**self.settings, "open": is_open, "extra": extra, "given": self.given, "reached": self.reached,
                  "of_stages": self.of_stages, "losses": self.losses if is_open else (), "loops": self.loops,
-                 "samples": self.samples, "options": [self.first_options, self.options]}
+                 "trained_samples": self.samples, "options": [self.first_options, self.options]}
         if ranks > 1:
             self._gather(part, entries, about)
         return entries, about
@@ -401,7 +401,7 @@ class _State:
             place = part.with_name(f"{len(entries)}.state")
             entries[name] = together(lambda: on_disk(value, place) if self.exchange.rank == 0 else np.empty(0), OSError)
 
-        names = ("extra", "losses", "samples")
+        names = ("extra", "losses", "trained_samples")
         own, described = dict(entries), json.dumps([about[name] for name in names])
         require_alike({"what a checkpoint holds": repr([(name, p.dtype, p.shape) for name, p in self.entries.items()])},
                       "give every rank the same network and arguments")

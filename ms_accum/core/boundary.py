@@ -97,8 +97,8 @@ _NOT_SKIPPED = ("the checkpoint was saved after {0} microbatches of an epoch, bu
 _LEFT = ("the last loop was left in epoch {} (counted from 0) after {} microbatches, so it is not known whether the "
          "epoch goes on; leave out resume to begin the next one, or give resume=False and only its other batches")
 _OTHER_SIZE = ("resume=True has skipped {} batches, because as many microbatches of this epoch were trained; these had "
-               "{} samples each, but the next one has {}; if the microbatch size was changed, other samples were "
-               "skipped than were trained: give resume=False, and only the samples that are left")
+               "{} samples {}; if the microbatch size was changed, other samples were skipped than were trained: give "
+               "resume=False, and only the samples that are left")
 _TWICE = ("{} microbatches of the open window are trained again, so statistics of BatchNorm move twice for them; save "
           "checkpoints of a step of several losses when train_step.updated is true")
 _OTHER_LOOP = ("another loop over epoch has begun, of this step or of one that shares its accumulator, so this one "
@@ -150,6 +150,20 @@ class Status(NamedTuple):
     empty_windows: int
 
 
+class Samples(NamedTuple):
+    """Count the samples of an epoch's microbatches, to notice where it goes on with batches of another size.
+
+    Attributes:
+        each: Number in each microbatch; 0 if they differ, or it is not known.
+        all: Number in all of them.
+        microbatches: How many microbatches were counted. After an error or an interrupt, one may be missing.
+    """
+
+    each: int = 0
+    all: int = 0
+    microbatches: int = 0
+
+
 class Logged(NamedTuple):
     """Hold what a `WindowLog` has seen of the open window, for a checkpoint, or what a checkpoint held.
 
@@ -180,7 +194,7 @@ class Boundary:
             while `is_known`, for a train step; a cell does not count.
         apart: Number of microbatches that have no place in an epoch; see `begin`.
         size: Number of samples in the last microbatch.
-        samples: Number of samples in each microbatch of this epoch; 0 if they differ, or it is not known.
+        samples: Number of samples in the microbatches of this epoch.
         loop: Number of loops over an epoch that have begun.
         since_load: Number of calls that trained a microbatch, or would have, since a checkpoint was loaded.
         has_epochs: Whether there was one, also in the run that was loaded.
@@ -218,7 +232,8 @@ class Boundary:
         self._empty_before = 0  # such windows of the run that was loaded
         self._dropped = 0  # windows dropped in a row
         self._unread = 0  # microbatches of a cell since the last read of skips
-        self.held = self.updates = self.epochs = self.trained = self.size = self.samples = self.apart = self.loop = 0
+        self.held = self.updates = self.epochs = self.trained = self.size = self.apart = self.loop = 0
+        self.samples = Samples()
         self.has_epochs = False
         self._place: Optional[tuple[int, int]] = None  # epochs and trained before a microbatch that has no place
         self._after_batch: Optional[tuple[int, int]] = None  # the place after the batch of a loop by hand
@@ -301,7 +316,9 @@ class Boundary:
         """
         if self._place is None:
             self.trained += 1
-            self.size, self.samples = samples, samples if self.trained == 1 or samples == self.samples else 0
+            self.size, before = samples, Samples(samples) if self.trained == 1 else self.samples
+            each = samples if samples == before.each else 0
+            self.samples = Samples(each, before.all + samples, before.microbatches + 1)
         else:
             self.keep_place()
             self._place, self.apart = None, self.apart + 1
@@ -509,13 +526,21 @@ class Boundary:
                 self._set_place(status.epochs, 0)
         self.has_epochs = True
 
-    def warn_of_other_size(self, skipped: int, samples: int, is_last: bool) -> None:
-        """Warn if the microbatch after `skipped` batches is not of the size that those had: `samples`, if not 0.
+    def warn_of_other_samples(self, skipped: int, samples: int) -> None:
+        """Warn if the batches of this epoch that were `skipped` hold more or fewer samples than were trained."""
+        before = self.samples  # of other microbatches after an interrupt, or of several losses in an open window
+        if before.microbatches == skipped and before.all not in {0, samples}:
+            found = f"in all, but those skipped have {samples}"
+            warn(_OTHER_SIZE.format(skipped, before.all, found), UserWarning, stacklevel=3)
+
+    def warn_of_other_size(self, skipped: int, each: int, is_last: bool) -> None:
+        """Warn if the microbatch after `skipped` batches is not of the size that those had: `each`, if not 0.
 
         The last one of the epoch may be smaller.
         """
-        if samples and (self.size > samples or (self.size < samples and not is_last)):
-            warn(_OTHER_SIZE.format(skipped, samples, self.size), UserWarning, stacklevel=3)
+        if each and (self.size > each or (self.size < each and not is_last)):
+            found = f"each, but the next one has {self.size}"
+            warn(_OTHER_SIZE.format(skipped, each, found), UserWarning, stacklevel=3)
 
     def note_interrupted(self, loop: int) -> None:
         """Note that an error or an interrupt has ended this loop over an epoch, which may go on."""
@@ -850,13 +875,13 @@ class Boundary:
 
     @contextmanager
     def loading(self, is_open: bool, has_place: bool = True, losses: tuple = (), has_epochs: bool = False,
-                samples: int = 0) -> Iterator[None]:
+                samples: tuple[int, ...] = ()) -> Iterator[None]:
         """Mark that the block loads a checkpoint, so that a load that was interrupted raises an error at the next call.
 
         `is_open`: whether the checkpoint holds an open window. If not, buffers that have no memory yet get none.
         `has_place`: whether it holds this rank's own place in the epoch, not that of rank 0 in another exchange.
         `losses`: those of the open window; see `Logged`. `has_epochs`: whether its run has looped over an epoch.
-        `samples`: see the class.
+        `samples`: see `Samples`.
         """
         window = self.window
         self.forget()
@@ -872,7 +897,7 @@ class Boundary:
         self.logged = Logged(int(window.closed_windows), float(window.weight_sum), losses, True)
         self.recalled, self.since_load = self.logged, 0
         self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
-        self._empty_before, self.samples = int(window.empty_windows), samples
+        self._empty_before, self.samples = int(window.empty_windows), Samples(*samples)
         self._is_ended = self._is_in_epoch = False
         # Older files do not say whether there was a loop.
         self.has_epochs, self._place, self._is_moved = has_epochs or int(window.place[0]) > 0, None, True

@@ -257,13 +257,16 @@ class TrainStep(Uncopied):
         require_trainable(self.accumulator.weights)
         require_rates(optimizer)
         skip, boundary = self._begin_epoch(resume), self.boundary
-        loop, last, batches = boundary.loop, False, without_first(skip, batches)
-        skipped, samples = skip, boundary.samples
+        loop, last, each, skipped = boundary.loop, False, boundary.samples.each, []  # type: int, bool, int, list
+        batches = without_first(skip, batches, lambda batch: skipped.append(self._samples_in(batch)))
+        if skipped and None not in skipped:
+            boundary.warn_of_other_samples(skip, sum(skipped))
+        is_first = skip > 0 and not skipped
         try:
             for result, last in self._train_each(map(as_arguments, batches)):
-                if skipped:
-                    boundary.warn_of_other_size(skipped, samples, last)
-                    skipped = 0
+                if is_first:
+                    boundary.warn_of_other_size(skip, each, last)
+                    is_first = False
                 if last:
                     self._flush_after_last()
                 place = boundary.epochs, boundary.trained
@@ -279,6 +282,13 @@ class TrainStep(Uncopied):
         except BaseException:
             boundary.note_interrupted(loop)
             raise
+
+    def _samples_in(self, batch: Any) -> Optional[int]:
+        """Return the number of samples in a batch that is skipped; None if it is no batch that could be trained."""
+        try:
+            return self._prepared(*as_arguments(batch))[0][0]
+        except (TypeError, ValueError):
+            return None
 
     def _begin_epoch(self, resume: Optional[bool]) -> int:
         """Return the number of batches to skip."""
@@ -390,7 +400,8 @@ class TrainStep(Uncopied):
         """Call a Python function after each update whose count is a multiple of `every`: to save, evaluate or log.
 
         With several ranks, all of them call it after the same update, also while they flush: so `save_checkpoint` is
-        right in it, however uneven the data are. It must not train or flush.
+        right in it, however uneven the data are. It must not train or flush. Functions are called in the order in which
+        they were given; give one that saves last, so that the file holds what the others set, e.g. a learning rate.
 
             train_step.on_update(lambda: save_checkpoint("run.safetensors", network, train_step), every=100)
 
