@@ -260,6 +260,8 @@ class Accumulator(Uncopied):
 
         Until the loop ends, MindSpore records what runs op by op, as under `loss.backward()` in PyTorch. Some of its
         optimizers change nothing then (`nn.AdamWeightDecay`): call others than this accumulator's outside of the loop.
+        A gradient in a function that `ms.jit` compiles meanwhile may fail (`GatherDGradV2`, in 2.10): for such a
+        microbatch, write a plain loop and `flush()`.
 
             for data, label in accumulator.epoch(dataset):
                 loss = loss_fn(network(data), label)

@@ -54,6 +54,7 @@ from .optimizers import (
     rates_at,
     rates_in,
     rates_of,
+    state_of,
 )
 from .window import UPDATING
 
@@ -74,6 +75,9 @@ _TORN_UPDATE = ("an error or an interrupt stopped an update, so it may have chan
 _REPLACED = ("{} was given new memory after the training had begun (by load_param_into_net or set_data), but compiled "
              "graphs keep the old one: what was trained since then is not in the network; load weights with "
              "ms_accum.load_weights, or assign them with ops.assign, and build the optimizer and the train step again")
+_REPLACED_STATE = ("{} of the optimizer was given new memory after the training had begun (by load_param_into_net or "
+                   "set_data), but compiled graphs keep the old one, so it had no effect; change it with ops.assign: "
+                   "load a checkpoint, or build the optimizer and the train step again, and assign it there")
 _STALE = ("{} was given new memory after the training had begun (by load_param_into_net or set_data); compiled graphs "
           "that use it keep its old values; copy new ones into it, with ms_accum.load_weights or ops.assign")
 _STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
@@ -89,7 +93,8 @@ _LOST = ("a window of the accumulator for {} that holds {} is lost: it was neith
          "nor reset; train with train_step.epoch(batches), which applies the incomplete last window, call flush(), "
          "give Model the callback FlushCallback(), or call accumulator.reset() to drop it")
 _RESUMED = ("the checkpoint was saved after {} microbatches of epoch {} (counted from 0); give all batches of that "
-            "epoch to epoch(batches, resume=True), which skips these; or only the others, with resume=False")
+            "epoch to epoch(batches, resume=True), which skips these; or only the others, with resume=False. For "
+            "epochs of n batches, give epoch(islice(batches, n)): after break, an epoch has not ended")
 _ADDED = ("a group of parameters was added to the optimizer after this was built, so it would not be trained; build "
           "the optimizer with all groups, and then the train step, cell or Accumulator again")
 _NOT_SKIPPED = ("the checkpoint was saved after {0} microbatches of an epoch, but the dataset skips none, so they are "
@@ -223,8 +228,11 @@ class Boundary:
         self.used_rates: Optional[tuple[float, ...]] = None  # of the last update, if others were set since, or may be
         self.layers: list[nn.Cell] = []  # that a train step or a cell was found to use
         self.used: list[Parameter] = []  # of them, and others
-        # Of the memory, after the first microbatch: of what is trained and of rates, and of what else is used.
+        # Of the memory, after the first microbatch: of what is trained and of rates, and of what else is used; and
+        # after an update, which may have moved it to a device: of the optimizer's state.
         self._addresses: list[tuple[str, Parameter, int]] = []
+        self._addresses_of_state: list[tuple[str, Parameter, int]] = []
+        self._first_update = 0  # the number of updates then
         self._other_addresses: list[tuple[Parameter, int]] = []
         self._rates: list[Parameter] = []  # that the optimizer held then
         self._is_doubled = False  # whether the last update was number 1, 2, 4, 8, ...
@@ -833,6 +841,7 @@ class Boundary:
         if shards():
             return
         weights = [(parameter.name, parameter) for parameter in self.window.weights]
+        self._first_update = int(self.window.update_step)
         self._addresses = [(name, parameter, address_of(parameter))
                            for name, parameter in (*weights, *rates_of(self.window.optimizer).items())]
         self._rates = [rate for rate in rates_in(self.window.optimizer) if isinstance(rate, Parameter)]
@@ -841,7 +850,7 @@ class Boundary:
         self._other_addresses = [(p, address_of(p)) for p in self.used if id(p) not in trained and address_of(p)]
 
     def require_same_memory(self) -> None:
-        """Raise RuntimeError if a trained parameter or a rate has new memory, which no compiled graph knows.
+        """Raise RuntimeError if a trained parameter, or state of the optimizer, has new memory, which no graph knows.
 
         Warn if another Parameter has, such as one of a target network, or a statistic; but the graph of a cell sees it.
         Op by op, only the optimizer is compiled, if it is one of `mindspore.nn` or `mindspore.experimental`. By hand,
@@ -857,6 +866,12 @@ class Boundary:
             replaced += [own_name(optimizer, rate.name) for rate in self._rates if id(rate) not in held]
             if replaced:
                 raise RuntimeError(_REPLACED.format(replaced[0]))
+            if not self._addresses_of_state and self._addresses and int(self.window.update_step) > self._first_update:
+                self._addresses_of_state = [(own_name(optimizer, name), parameter, address_of(parameter))
+                                            for name, parameter in state_of(optimizer)]
+            for name, parameter, address in self._addresses_of_state:
+                if address_of(parameter) != address:
+                    raise RuntimeError(_REPLACED_STATE.format(name))
         if not self.eager and self.has_own_graphs:
             for i, (parameter, address) in enumerate(self._other_addresses):
                 if address_of(parameter) != address:

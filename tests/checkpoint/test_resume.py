@@ -546,6 +546,52 @@ def test_a_rate_that_was_replaced_is_reported(eager):
         train_step.flush()
 
 
+class Mean(nn.Cell):
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def construct(self, x):
+        return self.network(x).mean()
+
+
+@pytest.mark.parametrize("driver", ["step", "eager", "hand", "cell"])
+@pytest.mark.parametrize(("optimizer", "name"), [
+    (lambda p: nn.Adam(p, 0.1), "moment1.weight"), (lambda p: nn.Momentum(p, 0.1, 0.9), "moments.weight"),
+    (lambda p: nn.Adam(p, nn.PolynomialDecayLR(0.1, 0.01, 9, 1.0)), "global_step"),
+    (lambda p: nn.AdamWeightDecay(p, 0.1), "adam_v.weight"), (lambda p: optim.AdamW(p, 0.1), "exp_avg.weight")])
+def test_state_of_an_optimizer_that_was_replaced_is_reported(optimizer, name, driver):
+    """No update sees it. Controls: `ops.assign`, which counts; before the first update, it may be replaced."""
+    def run(change, after=2):
+        """Return the weights after 3 updates; the state was changed after some of them."""
+        network = nn.Dense(2, 1, weight_init="ones")
+        made = optimizer(network.trainable_params())
+        if driver == "cell":
+            update = trained = TrainOneStepCell(Mean(network), made, 1)
+        elif driver == "hand":
+            trained = Accumulator(made, 1, reduction="mean")
+            grad_fn = ms.value_and_grad(forward_fn_of(network), None, trained.weights)
+
+            def update(x):
+                return trained(grad_fn(x)[1])
+        else:
+            update = trained = make_train_step(forward_fn_of(network), made, 1, eager=driver == "eager")
+        state, = [p for p in made.get_parameters() if p.name.endswith(name)]
+        for i in range(3):
+            if i == after:
+                change(state, ops.full_like(state, 7))
+            update(ms.Tensor(BATCH))
+            if i < 2:
+                save_checkpoint("c.safetensors", network, trained)
+        getattr(trained, "accumulator", trained).flush()
+        return network.weight.asnumpy().tolist()
+
+    assert run(ops.assign) != run(lambda state, value: None)
+    run(ms.Parameter.set_data, after=0)
+    with pytest.raises(RuntimeError, match=rf"^\S*{name} of the optimizer was given new memory after the training"):
+        run(ms.Parameter.set_data)
+
+
 @pytest.mark.parametrize("held", [0, 1])
 def test_after_a_load_updated_is_false_if_a_window_is_open(held):
     """Control: the file holds no window."""
