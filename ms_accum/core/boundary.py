@@ -232,7 +232,7 @@ class Boundary:
         # after an update, which may have moved it to a device: of the optimizer's state.
         self._addresses: list[tuple[str, Parameter, int]] = []
         self._addresses_of_state: list[tuple[str, Parameter, int]] = []
-        self._first_update = 0  # the number of updates then
+        self._first_update = 0  # the number of updates at that microbatch, or in the file that was loaded last
         self._other_addresses: list[tuple[Parameter, int]] = []
         self._rates: list[Parameter] = []  # that the optimizer held then
         self._is_doubled = False  # whether the last update was number 1, 2, 4, 8, ...
@@ -913,6 +913,7 @@ class Boundary:
         self.recalled, self.since_load = self.logged, 0
         self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
         self._empty_before, self.samples = int(window.empty_windows), Samples(*samples)
+        self._first_update = int(window.update_step)
         self._is_ended = self._is_in_epoch = False
         # Older files do not say whether there was a loop.
         self.has_epochs, self._place, self._is_moved = has_epochs or int(window.place[0]) > 0, None, True
