@@ -220,10 +220,10 @@ class Accumulator(Uncopied):
         self.window = window = Window(optimizer, length, stages, exchange, reduction, clip_norm,
                                       () if after_update is None else (after_update,))
         name_state(optimizer, window.prefix)
-        self.boundary, self._stream = Boundary(window, settings, max_skips), Stream(window)
+        of_hook = _state_of_hook(after_update, optimizer)
+        self.boundary, self._stream = Boundary(window, settings, max_skips, of_hook), Stream(window)
         self.boundary.watch(self, f"{type(optimizer).__name__} of {weights[0].name}")
-        self._kept = (*window.run_state, *_state_of_hook(after_update, optimizer),
-                      *(p for stage in stages for p in stage.run_state))
+        self._kept = (*window.run_state, *of_hook, *(p for stage in stages for p in stage.run_state))
         self.weights = window.weights
         self.mini_step, self.update_step, self.seen = window.mini_step, window.update_step, window.seen
         self.closed_windows, self.weight_sum = window.closed_windows, window.weight_sum

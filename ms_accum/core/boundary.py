@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 from warnings import warn
@@ -76,8 +76,8 @@ _REPLACED = ("{} was given new memory after the training had begun (by load_para
              "graphs keep the old one: what was trained since then is not in the network; load weights with "
              "ms_accum.load_weights, or assign them with ops.assign, and build the optimizer and the train step again")
 _REPLACED_STATE = ("{} of the optimizer was given new memory after the training had begun (by load_param_into_net or "
-                   "set_data), but compiled graphs keep the old one, so it had no effect; change it with ops.assign: "
-                   "load a checkpoint, or build the optimizer and the train step again, and assign it there")
+                   "set_data), but compiled graphs keep the old one, so it had no effect; build the optimizer and the "
+                   "train step again, and change it with ops.assign")
 _STALE = ("{} was given new memory after the training had begun (by load_param_into_net or set_data); compiled graphs "
           "that use it keep its old values; copy new ones into it, with ms_accum.load_weights or ops.assign")
 _STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
@@ -99,6 +99,9 @@ _ADDED = ("a group of parameters was added to the optimizer after this was built
           "the optimizer with all groups, and then the train step, cell or Accumulator again")
 _NOT_SKIPPED = ("the checkpoint was saved after {0} microbatches of an epoch, but the dataset skips none, so they are "
                 "trained again; call model.train(1, dataset.skip({0}), ...) first")
+_GOES_ON = ("{} microbatches that were trained before are in an open window, which this training fills up with the "
+            "first batches of its data; to go on with an epoch that was stopped, call model.train(1, dataset.skip({}), "
+            "...) first; to drop the window, call accumulator.reset()")
 _LEFT = ("the last loop was left in epoch {} (counted from 0) after {} microbatches, so it is not known whether the "
          "epoch goes on; leave out resume to begin the next one, or give resume=False and only its other batches")
 _OTHER_SIZE = ("resume=True has skipped {} batches, because as many microbatches of this epoch were trained; these had "
@@ -106,6 +109,9 @@ _OTHER_SIZE = ("resume=True has skipped {} batches, because as many microbatches
                "resume=False, and only the samples that are left")
 _TWICE = ("{} microbatches of the open window are trained again, so statistics of BatchNorm move twice for them; save "
           "checkpoints of a step of several losses when train_step.updated is true")
+_STOPPED = ("an error or an interrupt stopped a microbatch, perhaps after its forward pass had moved statistics of "
+            "BatchNorm: they are then off by this microbatch, or move twice if it is trained again; load a checkpoint "
+            "for exact ones")
 _OTHER_LOOP = ("another loop over epoch has begun, of this step or of one that shares its accumulator, so this one "
                "cannot go on; train on the batches of both in one loop, or by single calls")
 _OTHER_RANKS = ("the checkpoint was saved in the middle of an epoch with another number of ranks or another "
@@ -197,7 +203,7 @@ class Boundary:
         held, updates, epochs, trained: Number of microbatches in the open window (at most, because some may have been
             skipped), of updates done, of epochs finished, and of microbatches trained in this epoch. They are right
             while `is_known`, for a train step; a cell does not count.
-        apart: Number of microbatches that have no place in an epoch; see `begin`.
+        others: Number of microbatches that have no place in this epoch: in epochs before it, and apart; see `begin`.
         size: Number of samples in the last microbatch.
         samples: Number of samples in the microbatches of this epoch.
         loop: Number of loops over an epoch that have begun.
@@ -210,8 +216,10 @@ class Boundary:
         has_own_graphs: Whether a train step compiles all graphs that hold the window, so that they go with the step.
     """
 
-    def __init__(self, window: Window, settings: dict[str, str], max_skips: Optional[int] = None) -> None:
+    def __init__(self, window: Window, settings: dict[str, str], max_skips: Optional[int] = None,
+                 of_hook: Sequence[Parameter] = ()) -> None:
         self.window, self.settings, self.max_skips, self.is_driven = window, settings, max_skips, False
+        self._of_hook = of_hook
         # Whether the host's countdown is enough: no microbatch can be skipped, no window dropped or closed by a weight.
         self._counts_alone = not (window.may_skip or window.may_drop) and window.length.budget is None
         self._filled_by_hand = self._closed_in_graphs = self.has_own_graphs = False
@@ -232,15 +240,16 @@ class Boundary:
         # after an update, which may have moved it to a device: of the optimizer's state.
         self._addresses: list[tuple[str, Parameter, int]] = []
         self._addresses_of_state: list[tuple[str, Parameter, int]] = []
-        self._first_update = 0  # the number of updates at that microbatch, or in the file that was loaded last
+        self._first_update = 0  # the number of updates in the file that was loaded last
         self._other_addresses: list[tuple[Parameter, int]] = []
         self._rates: list[Parameter] = []  # that the optimizer held then
         self._is_doubled = False  # whether the last update was number 1, 2, 4, 8, ...
+        self._is_running = False  # whether a microbatch has begun, and has not ended
         self._warned = self._warned_of_empty = False  # of many skips; of windows of weight 0
         self._empty_before = 0  # such windows of the run that was loaded
         self._dropped = 0  # windows dropped in a row
         self._unread = 0  # microbatches of a cell since the last read of skips
-        self.held = self.updates = self.epochs = self.trained = self.size = self.apart = self.loop = 0
+        self.held = self.updates = self.epochs = self.trained = self.size = self.others = self.loop = 0
         self.samples = Samples()
         self.has_epochs = False
         self._place: Optional[tuple[int, int]] = None  # epochs and trained before a microbatch that has no place
@@ -298,10 +307,14 @@ class Boundary:
         self.is_driven, self.since_load = True, self.since_load + 1
         self.note_given()
         self.follow_groups()
+        was_stopped, trained = self._is_running, self.trained
         if self._is_doubled:  # not after each update: op by op, it waits for all that is queued
             self.require_same_memory()
             self._is_doubled = False
         self.ask()
+        if was_stopped and self.eager and self.trained == trained and self._has_statistics():
+            warn(_STOPPED, UserWarning, stacklevel=2)
+        self._is_running = True
         known, self._is_ended, self._place = self._missing, False, None
         if in_epoch or not self.has_epochs:
             self._is_loaded = self._is_interrupted = False
@@ -322,6 +335,7 @@ class Boundary:
         `missing`: the result of `begin`. `is_applied`: whether the microbatch has updated as a window of its own.
         `samples`: its number of samples.
         """
+        self._is_running = False
         if self._place is None:
             self.trained += 1
             self.size, before = samples, Samples(samples) if self.trained == 1 else self.samples
@@ -329,7 +343,7 @@ class Boundary:
             self.samples = Samples(each, before.all + samples, before.microbatches + 1)
         else:
             self.keep_place()
-            self._place, self.apart = None, self.apart + 1
+            self._place, self.others = None, self.others + 1
         if not self._addresses:
             self.note_addresses()
         if is_applied:
@@ -360,6 +374,7 @@ class Boundary:
         With `max_skips`, read after each microbatch, to raise an error after too many; else after each 64th, to warn.
         With several ranks, ask after each 64th whether they agree.
         """
+        self._is_running = False
         self.require_progress()
         if not self._addresses:
             self.note_addresses()
@@ -457,6 +472,7 @@ class Boundary:
             if self.has_epochs:
                 self.end_epoch()  # if the last loop was left early
             else:  # what single calls have trained before is no epoch
+                self.others += status.trained
                 self._set_place(status.epochs, 0)
             self.has_epochs = True
             return 0
@@ -470,7 +486,7 @@ class Boundary:
         again = self._again(status, closed)
         if again > 0:
             require_whole(status.unfinished)  # which the reset would hide
-            if any(layer.training and hasattr(layer, "moving_mean") for layer in self.layers):
+            if self._has_statistics():
                 warn(_TWICE.format(again), UserWarning, stacklevel=2)
             trained -= again
             self.window.mark_emptying()  # an interrupt here leaves a mark: neither of the two may be done alone
@@ -480,6 +496,9 @@ class Boundary:
             self.since_load = 0
             self.forget()
         return trained
+
+    def _has_statistics(self) -> bool:
+        return any(layer.training and hasattr(layer, "moving_mean") for layer in self.layers)
 
     def skips(self, closed: bool) -> int:
         """Return how many batches an epoch skips if it goes on now; see `begin_epoch`. It reads the device."""
@@ -522,9 +541,11 @@ class Boundary:
     def begin_training(self, skips: bool) -> None:
         """Begin epochs of a `Model`, whose data begin with an epoch, unless it `skips` some.
 
-        Warn if a checkpoint from the middle of an epoch was loaded, and nothing is skipped.
+        Warn if a checkpoint from the middle of an epoch was loaded, or a window is open, and nothing is skipped.
         """
         status = self.status()
+        if not (skips or self._is_loaded) and status.mini_step > 0:
+            warn(_GOES_ON.format(status.mini_step, status.trained), UserWarning, stacklevel=3)
         if not skips and status.trained > 0:
             if self._is_loaded:
                 warn(_NOT_SKIPPED.format(status.trained), UserWarning, stacklevel=3)
@@ -558,6 +579,7 @@ class Boundary:
     def end_epoch(self, is_empty: bool = False) -> None:
         """Count an epoch, if anything was trained in it, or if it is known to be empty."""
         epochs, trained = self.window.place.asnumpy().tolist()
+        self.others += trained
         self._set_place(epochs + (trained > 0 or is_empty), 0)
         self._is_loaded, self._has_place, self._is_interrupted = False, True, False
 
@@ -841,7 +863,6 @@ class Boundary:
         if shards():
             return
         weights = [(parameter.name, parameter) for parameter in self.window.weights]
-        self._first_update = int(self.window.update_step)
         self._addresses = [(name, parameter, address_of(parameter))
                            for name, parameter in (*weights, *rates_of(self.window.optimizer).items())]
         self._rates = [rate for rate in rates_in(self.window.optimizer) if isinstance(rate, Parameter)]
@@ -869,6 +890,7 @@ class Boundary:
             if not self._addresses_of_state and self._addresses and int(self.window.update_step) > self._first_update:
                 self._addresses_of_state = [(own_name(optimizer, name), parameter, address_of(parameter))
                                             for name, parameter in state_of(optimizer)]
+                self._other_addresses += [(parameter, address_of(parameter)) for parameter in self._of_hook]
             for name, parameter, address in self._addresses_of_state:
                 if address_of(parameter) != address:
                     raise RuntimeError(_REPLACED_STATE.format(name))
@@ -913,7 +935,7 @@ class Boundary:
         self.recalled, self.since_load = self.logged, 0
         self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
         self._empty_before, self.samples = int(window.empty_windows), Samples(*samples)
-        self._first_update = int(window.update_step)
+        self._first_update, self._is_running = int(window.update_step), False
         self._is_ended = self._is_in_epoch = False
         # Older files do not say whether there was a loop.
         self.has_epochs, self._place, self._is_moved = has_epochs or int(window.place[0]) > 0, None, True

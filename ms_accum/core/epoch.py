@@ -77,11 +77,11 @@ def warn_of_no_batch(owner: str) -> None:
 def without_first(skip: int, batches: Iterable, see: Optional[Callable[[Any], object]] = None) -> Iterable:
     """Return the batches but the first `skip`. Raise ValueError if there are fewer.
 
-    `see`: called with each of those, but not for a `mindspore.dataset`, which does not read them.
+    `see`: called with each of those. Without it, a `mindspore.dataset` skips them itself.
     """
     if skip == 0:
         return batches
-    if isinstance(batches, Dataset):
+    if isinstance(batches, Dataset) and see is None:
         held, rest = batches.get_dataset_size(), batches.skip(skip)  # type: int, Iterable
     else:
         rest = iter(batches)

@@ -301,14 +301,16 @@ class WindowLog(Callback):
         self._has_warned = False  # of microbatches that it was not called after
         self._recalled: Optional[Logged] = None  # of the last checkpoint that was loaded
         self._losses: list[tuple[tuple, tuple]] = []  # of each microbatch: its losses and their weights
-        self._weight, self._trained, self._closed, self._held, self._skipped = 0.0, 0, 0, 0, 0
+        self._weight, self._closed, self._held, self._skipped = 0.0, 0, 0, 0
+        self._trained: Optional[int] = None  # microbatches until the last one that it has seen, if known
         self._before: Optional[int] = None  # epochs before those that `Model.train` counts, once it has counted one
 
     def __call__(self, train_step: TrainStep, loss: Any = None) -> None:
         """Record the loss of a microbatch, after the call that trained it, and log its window if it was closed.
 
-        Also call it without a loss: after the last flush of your own, and before the first microbatch if you continue
-        an open window. The next epoch begins when `train_step.trained` starts again.
+        Also call it without a loss: after the last flush of your own, or an error in the last call of all, and before
+        the first microbatch if you continue an open window. The next epoch begins when `train_step.trained` starts
+        again.
 
         Args:
             train_step: A step of `make_train_step` or a `TrainOneStepCell`; the same one in all calls.
@@ -333,9 +335,9 @@ class WindowLog(Callback):
             if self._followed not in (None, accumulator):
                 raise ValueError("this WindowLog follows another train step; give each step a WindowLog of its own")
             self._begin(accumulator)
+            self._followed, self._place = accumulator, (status.epochs + 1, 0)
             # A loop may go on at a place of its own after a load.
-            self._followed, self._place = accumulator, (0 if loss is None else status.epochs + 1, 0)
-            self._trained = boundary.apart + getattr(train_step, "trained", 1) - (loss is not None)
+            self._trained = None if loss is None else boundary.others + getattr(train_step, "trained", 0) - 1
             self._held, self._skipped = 0, status.skipped
             if loss is not None:
                 self._came_late(status)
@@ -346,10 +348,9 @@ class WindowLog(Callback):
             self._catch_up()
         else:
             self._follow(status)
-            trained = boundary.apart + getattr(train_step, "trained", self._trained + 1)
-            # An interrupted microbatch has left no loss, but counts. In the first call of an epoch, it is not known.
-            is_new = status.epochs >= self._place[0]
-            missed = 0 if is_new else trained - self._trained - 1
+            # An interrupted microbatch has left no loss, but counts. A cell does not count them.
+            trained = boundary.others + train_step.trained if isinstance(train_step, TrainStep) else None
+            missed = 0 if trained is None or self._trained is None else trained - self._trained - 1
             self._warn_of_missed(missed)
             self._place = status.epochs + 1, self._place[1] + 1 + missed
             self._trained = trained
@@ -379,7 +380,7 @@ class WindowLog(Callback):
         self._accumulator, self._optimizer = accumulator, accumulator.optimizer
         self._losses = []
         self._weight, self._closed = float(accumulator.weight_sum), int(accumulator.closed_windows)
-        self._taken, self._place, self._trained = True, (0, 0), 0
+        self._taken, self._place, self._trained = True, (0, 0), None
         self._recall(0)
         self._columns = [*self._row(0)]
 

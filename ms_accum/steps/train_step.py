@@ -257,15 +257,17 @@ class TrainStep(Uncopied):
         require_trainable(self.accumulator.weights)
         require_rates(optimizer)
         skip, boundary = self._begin_epoch(resume), self.boundary
-        loop, last, each, skipped = boundary.loop, False, boundary.samples.each, []  # type: int, bool, int, list
-        batches = without_first(skip, batches, lambda batch: skipped.append(self._samples_in(batch)))
+        loop, last, trained, is_first = boundary.loop, False, boundary.samples, skip > 0
+        skipped: list[Any] = []
+        # Where all had one size, a dataset need not read what it skips.
+        batches = without_first(skip, batches,
+                                None if trained.each else lambda batch: skipped.append(self._samples_in(batch)))
         if skipped and None not in skipped:
             boundary.warn_of_other_samples(skip, sum(skipped))
-        is_first = skip > 0 and not skipped
         try:
             for result, last in self._train_each(map(as_arguments, batches)):
                 if is_first:
-                    boundary.warn_of_other_size(skip, each, last)
+                    boundary.warn_of_other_size(skip, trained.each, last)
                     is_first = False
                 if last:
                     self._flush_after_last()

@@ -606,6 +606,36 @@ def test_after_a_load_updated_is_false_if_a_window_is_open(held):
     assert train_step.updated is (held == 0)
 
 
+class Average(nn.Cell):
+    """The mean of a bias over updates."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network, self.mean = network, ms.Parameter(ms.Tensor([0.0]), name="mean")
+
+    def construct(self):
+        return ops.assign(self.mean, self.mean * 0.5 + self.network.bias * 0.5)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("change", [ops.assign, ms.Parameter.set_data])
+def test_state_of_a_hook_that_was_replaced_is_reported(change, eager):
+    """Its graph goes on with the old memory. Controls: `ops.assign`; op by op, both count."""
+    network = nn.Dense(2, 1, weight_init="ones")
+    average = Average(network)
+    train_step = make_train_step(forward_fn_of(network), sgd(0.1)(network), 1, eager=eager, after_update=average)
+    with recorded_warnings() as caught:
+        for update in range(4):
+            if update == 2:
+                change(average.mean, ms.Tensor([8.0]))
+            train_step(BATCH)
+        train_step.flush()
+    is_stale = not eager and change is not ops.assign
+    assert (average.mean.asnumpy()[0] > 1) != is_stale or average.mean.asnumpy()[0] == 8
+    assert [str(warning.message).partition(" (by")[0] for warning in caught] == is_stale * [
+        "mean was given new memory after the training had begun"]
+
+
 class Target(nn.Cell):
     """A network and a target network, whose values the script replaces."""
 

@@ -767,6 +767,33 @@ def test_a_log_that_misses_microbatches_says_so(recwarn):
     assert [warning.filename for warning in said] == [__file__]
 
 
+@pytest.mark.parametrize("stopped", [0, 1, 2])
+def test_a_log_says_which_loss_an_error_after_an_update_has_kept_from_it(stopped):
+    """Also at the last update of an epoch. Control: no error."""
+    network, rows, updates = MLP(), [], []
+    step, log = make_train_step(mean_loss(network), nn.SGD(network.trainable_params()), 2), WindowLog(rows.append)
+
+    def save():
+        updates.append(1)
+        if len(updates) == stopped:
+            raise OSError("no space left on device")
+
+    step.on_update(save)
+    data = [tensors(*batch) for batch in batches([4] * 4)]
+    with recorded_warnings() as caught:
+        for _ in range(2):
+            try:
+                for loss in step.epoch(data):
+                    log(step, loss)
+            except OSError:
+                for loss in step.epoch(data, resume=True):
+                    log(step, loss)
+    assert (len(updates), [row["update_step"] for row in rows]) == (4, [1, 2, 3, 4])
+    assert [str(each.message)[:48] for each in caught] == ["WindowLog was not called after 1 microbatch, so "] * (
+        stopped > 0)
+    assert rows[-1]["microbatch"] == 8
+
+
 def test_per_update_shows_the_optimizer():
     """At the end of an epoch, too. Control: MindSpore's callbacks alone do not find it, and FlushCallback says so."""
     _, cell = make_cell(optimizer=partial(momentum, rate=0.5))
@@ -838,16 +865,21 @@ def test_flush_keeps_to_the_ends_of_epochs_that_differ_in_length():
 
 
 def test_a_log_of_a_training_that_failed_does_not_log_the_next_one():
-    """The window that the error left open is part of the next training's first one."""
+    """The window that the error left open is part of the next training's first one, as a warning says."""
     _, cell = make_cell()
     first, second = [], []
     log = WindowLog(first.append)
     with pytest.raises(KeyError):
         train(cell, LambdaCallback(on_train_step_end=Mock(side_effect=KeyError)), log)
-    train(cell, FlushCallback(), WindowLog(second.append))
+    with recorded_warnings() as caught:
+        train(cell, FlushCallback(), WindowLog(second.append))
+    assert [str(each.message).partition(", which")[0] for each in caught if "WindowLog" not in str(each.message)] == [
+        "1 microbatches that were trained before are in an open window"]
     assert first == []
     assert [(row["microbatch"], row["weight"]) for row in second] == [(1, 12), (3, 12), (5, 8)]
-    train(cell, FlushCallback(), log)
+    with recorded_warnings() as caught:  # none is open
+        train(cell, FlushCallback(), log)
+    assert not caught
     assert [row["microbatch"] for row in first] == [2, 4, 5]
 
 

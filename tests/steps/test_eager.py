@@ -6,7 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.modes import compiled_graphs
+from support.modes import compiled_graphs, recorded_warnings
 from support.training import sgd, step_of
 
 from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, make_train_step, mindspore_api, save_checkpoint
@@ -274,6 +274,41 @@ def test_a_forward_function_that_returns_no_loss_is_refused(returned, match):
     with pytest.raises((TypeError, ValueError), match=match):
         step(*tensors(*batches([4])[0]))
     assert step.status().trained == 0
+
+
+@pytest.mark.parametrize(("eager", "fails_in"), [(True, "loss"), (True, None), (False, "reading"), (True, "reading")])
+def test_statistics_that_a_stopped_microbatch_has_moved_are_warned_of(eager, fails_in):
+    """If it is trained again, they move twice; all else is right. Controls: no error, or one between microbatches."""
+    data, found = [tensors(*batch) for batch in batches([4] * 6)], []
+    for fails in (False, True):
+        network, at = nn.SequentialCell(nn.BatchNorm1d(6), MLP(seed=0)).set_train(), []
+        forward_fn = mean_loss(network)
+
+        def failing(x, y, forward_fn=forward_fn, at=at, fails=fails):
+            loss = forward_fn(x, y)
+            at.append(1)
+            if fails and fails_in == "loss" and len(at) == 4:
+                raise KeyboardInterrupt
+            return loss
+
+        def read(fails=fails):
+            for i, batch in enumerate(data):
+                if fails and fails_in == "reading" and i == 3:
+                    raise KeyboardInterrupt
+                yield batch
+
+        step = make_train_step(failing if eager else forward_fn, sgd(network), 2, eager=eager)
+        with recorded_warnings() as caught:
+            try:
+                for _ in step.epoch(read()):
+                    pass
+            except KeyboardInterrupt:
+                list(step.epoch(data, resume=True))
+        found.append((values(network.trainable_params()), network[0].moving_mean.asnumpy()))
+        assert [str(each.message)[:52] for each in caught] == (fails and fails_in == "loss") * [
+            "an error or an interrupt stopped a microbatch, perha"]
+    assert difference(found[0][0], found[1][0]) == 0
+    assert (difference([found[0][1]], [found[1][1]]) > 1e-4) == (fails_in == "loss")
 
 
 @pytest.mark.slow

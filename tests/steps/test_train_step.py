@@ -245,10 +245,13 @@ def test_an_epoch_goes_on_at_the_place_of_a_checkpoint(way, losses, tmp_path):
     ([8] * 6, [4] * 12, True), ([8] * 6, [16] * 3, True), ([8] * 6, [8] * 6, False), ([8, 4, 8, 8], [4] * 7, True),
     ([8, 4, 8, 8], [8, 4, 8, 8], False), ([8, 4, 8, 8], [6] * 5, False), ([8] * 3, [8] * 2 + [3], False)])
 def test_another_microbatch_size_is_warned_of_where_an_epoch_goes_on(before, after, warns, is_dataset, tmp_path):
-    """Batches are skipped by their number. Controls: the same sizes, as many samples, a smaller last microbatch."""
+    """Batches are skipped by their number. Controls: the same sizes, as many samples, a smaller last microbatch.
+
+    Also where they were changed before: the file then says how many samples were trained in all.
+    """
     def given(sizes):
         data = [tensors(*batch) for batch in batches(sizes)]
-        if not is_dataset or len({*before[:-1]}) > 1:
+        if not is_dataset or len({*sizes[:-1]}) > 1:
             return data
         columns = tuple(np.concatenate([part.asnumpy() for part in parts]) for parts in zip(*data))
         return NumpySlicesDataset(columns, ["x", "y"], shuffle=False).batch(sizes[0])
@@ -267,6 +270,17 @@ def test_another_microbatch_size_is_warned_of_where_an_epoch_goes_on(before, aft
     with recorded_warnings() as caught:
         list(step.epoch(given([5] * 3)))
     assert not caught
+    if warns:  # as the warning says: only the samples that are left; then the same again, which skips too few
+        step = step_of(1)
+        load_checkpoint(path, network_of(step), step)
+        for _ in islice(step.epoch(given([after[0]] * 5), resume=False), 2):
+            pass
+        save_checkpoint(path, network_of(step), step)
+        step = step_of(1)
+        load_checkpoint(path, network_of(step), step)
+        with recorded_warnings() as caught:
+            list(step.epoch(given([after[0]] * 6), resume=True))
+        assert [str(each.message).partition(" batches")[0] for each in caught] == ["resume=True has skipped 4"]
 
 
 @pytest.mark.usefixtures("uncompiled")
