@@ -118,6 +118,7 @@ _OTHER_RANKS = ("the checkpoint was saved in the middle of an epoch with another
                 "DataParallel, so it does not know which batches this rank has trained; give resume=False, and only "
                 "batches that no rank has trained")
 _COMPILED = ("mindspore.nn.", "mindspore.experimental.")  # optimizers that are compiled, also op by op
+_MOVING = {"beta1_power", "beta2_power"}  # of nn.Adam and others, which give them new memory op by op themselves
 _FEW_READS = 64  # microbatches of a cell between two reads of the skips
 _MANY = 10  # skips in a row that are worth a warning; a loss scale of 2**24 comes down in fewer
 
@@ -879,7 +880,8 @@ class Boundary:
         """
         if self._filled_by_hand and not self._addresses:
             self.note_addresses()
-        if not self.eager or type(self.window.optimizer).__module__.startswith(_COMPILED):
+        is_of_mindspore = type(self.window.optimizer).__module__.startswith(_COMPILED)
+        if not self.eager or is_of_mindspore:
             optimizer = self.window.optimizer
             assign_rates_of_groups(optimizer)
             held = {id(rate) for rate in rates_in(optimizer)}  # another Parameter may be in the place of a rate
@@ -888,8 +890,9 @@ class Boundary:
             if replaced:
                 raise RuntimeError(_REPLACED.format(replaced[0]))
             if not self._addresses_of_state and self._addresses and int(self.window.update_step) > self._first_update:
-                self._addresses_of_state = [(own_name(optimizer, name), parameter, address_of(parameter))
-                                            for name, parameter in state_of(optimizer)]
+                named = [(own_name(optimizer, name), parameter) for name, parameter in state_of(optimizer)]
+                self._addresses_of_state = [(name, parameter, address_of(parameter)) for name, parameter in named
+                                            if is_of_mindspore and name not in _MOVING]
                 self._other_addresses += [(parameter, address_of(parameter)) for parameter in self._of_hook]
             for name, parameter, address in self._addresses_of_state:
                 if address_of(parameter) != address:
