@@ -526,6 +526,23 @@ def test_what_has_new_memory_op_by_op(optimizer):
             train_step.flush()
 
 
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("optimizer", [nn.Adam, nn.LazyAdam, nn.AdaMax, nn.AdamOffload, optim.Adam])
+def test_state_that_an_optimizer_gives_new_memory_itself_is_not_reported(optimizer):
+    """Powers of betas, where nothing is compiled. Control: a moment that the script has replaced."""
+    network, train_step = built(lambda network: optimizer(network.trainable_params(), 0.1), 1)
+    kept = []
+    for _ in range(9):
+        train_step(BATCH)
+        kept.append(ms.Tensor(1.0) + 1)  # takes what memory was given back
+        train_step.flush()
+    moment = next(p for p in train_step.accumulator.optimizer.get_parameters() if p.shape == (1, 2) and
+                  p is not network.weight)
+    moment.set_data(ms.Tensor([[3.0, 3.0]]))
+    with pytest.raises(RuntimeError, match=r"of the optimizer was given new memory"):
+        train_step.flush()
+
+
 @pytest.mark.parametrize("eager", [False, True])
 def test_a_rate_that_was_replaced_is_reported(eager):
     """By `set_data`, which no update sees. Control: `ops.assign`."""
