@@ -346,7 +346,7 @@ class _State:
         of_stages = {id(p) for stage in window.stages for p in stage.run_state}
         self.of_stages = [f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in of_stages]
         boundary.note_given()
-        self.used = boundary.used
+        self.used, self.unsaved = boundary.used, boundary.unsaved_state()
         self.given = boundary.given
         self.reached = {name: text for name, text in rate_texts(optimizer).items()
                         if self.given.get(name, {}).get(name, text) != text}
@@ -361,6 +361,11 @@ class _State:
             warn(f"{lost} is used in training, but is no Parameter of the network that is saved; if it changes, as "
                  "BatchNorm's statistics and a teacher's averages do, a resumed run begins with its first value: save "
                  "one Cell that holds all networks, such as nn.CellList([student, teacher]), or each network in a file",
+                 UserWarning, stacklevel=5)
+        place = self.unsaved
+        if place is not None:
+            warn(f"{place} of the optimizer is no Parameter, so the file does not hold it; if an update depends on it, "
+                 "as on moments or a count, a resumed run begins without it: make it a Parameter of the optimizer",
                  UserWarning, stacklevel=5)
 
     def exchanged_alike(self, about: dict) -> bool:

@@ -50,6 +50,7 @@ from .optimizers import (
     assign_rates_of_groups,
     follow_rates,
     options_of_groups,
+    other_state_of,
     own_name,
     rates_at,
     rates_in,
@@ -221,6 +222,7 @@ class Boundary:
                  of_hook: Sequence[Parameter] = ()) -> None:
         self.window, self.settings, self.max_skips, self.is_driven = window, settings, max_skips, False
         self._of_hook = of_hook
+        self._other_state = other_state_of(window.optimizer)  # as it was built
         # Whether the host's countdown is enough: no microbatch can be skipped, no window dropped or closed by a weight.
         self._counts_alone = not (window.may_skip or window.may_drop) and window.length.budget is None
         self._filled_by_hand = self._closed_in_graphs = self.has_own_graphs = False
@@ -858,6 +860,12 @@ class Boundary:
     def note_used(self, layers: list[nn.Cell], parameters: list[Parameter]) -> None:
         """Note the layers and Parameters that a train step or a cell was found to use."""
         self.layers, self.used = layers, parameters
+
+    def unsaved_state(self) -> Optional[str]:
+        """Return the place of state of a user's own optimizer that no file holds, if something has changed any."""
+        before = self._other_state
+        return next((place for place, held in other_state_of(self.window.optimizer).items() if not (
+            held is before.get(place) or (type(held) in (int, float) and held == before.get(place)))), None)
 
     def note_addresses(self) -> None:
         """Note where the memory of parameters and rates is. MindSpore keeps slices elsewhere, if it shards."""

@@ -225,9 +225,26 @@ def state_of(optimizer: object) -> list[tuple[str, Parameter]]:
 
 def _placed_state(optimizer: object) -> list[tuple[str, Parameter]]:
     """Return the state with its places. An optimizer that is not a Cell holds it in its attributes."""
-    network = {id(p) for p in getattr(optimizer, "parameters", ())}
+    return [(place, held) for place, held in _inside(*_holder_and_network(optimizer)) if isinstance(held, Parameter)]
+
+
+def _holder_and_network(optimizer: object) -> tuple[object, set[int]]:
+    """Return what holds the state of an optimizer, and what is none, by `id`: the trained parameters."""
     holder = optimizer if isinstance(optimizer, nn.Cell) else dict(getattr(optimizer, "__dict__", {}))
-    return [(place, held) for place, held in _inside(holder, network) if isinstance(held, Parameter)]
+    return holder, {id(p) for p in getattr(optimizer, "parameters", ())}
+
+
+def other_state_of(optimizer: object) -> dict[str, Any]:
+    """Return what a user's own optimizer holds that is no Parameter, by place: Tensors, and numbers as attributes.
+
+    Op by op, its updates may put others there, e.g. moments by name in a dict. A checkpoint does not hold them.
+    """
+    if type(optimizer).__module__.startswith("mindspore."):
+        return {}
+    attributes = getattr(optimizer, "__dict__", {})
+    found = {name: held for name, held in attributes.items() if type(held) in (int, float) and name[0] != "_"}
+    return found | {place: held for place, held in _inside(*_holder_and_network(optimizer))
+                    if isinstance(held, Tensor) and not isinstance(held, Parameter)}
 
 
 def rates_of(optimizer: object) -> dict[str, Parameter]:
@@ -443,12 +460,12 @@ def _require_unscaled(optimizer: Callable) -> None:
                              f"give loss_scaler=amp.StaticLossScaler({scale:g}) to make_train_step or TrainOneStepCell")
 
 
-def _inside(value: object, seen: set[int], place: str = "") -> Iterator[tuple[str, Union[Parameter, nn.Cell]]]:
-    """Yield each Parameter and Cell in `value`, at any depth, once, with its place; skip those in `seen`."""
+def _inside(value: object, seen: set[int], place: str = "") -> Iterator[tuple[str, Union[Tensor, nn.Cell]]]:
+    """Yield each Tensor and Cell in `value`, at any depth, once, with its place; skip those in `seen`."""
     seen.add(id(value))
     for name, held in _held(value):
-        if isinstance(held, (Parameter, nn.Cell, list, tuple, dict)) and id(held) not in seen:
-            if isinstance(held, (Parameter, nn.Cell)):
+        if isinstance(held, (Tensor, nn.Cell, list, tuple, dict)) and id(held) not in seen:
+            if isinstance(held, (Tensor, nn.Cell)):
                 yield (place + name).lstrip("."), held
             yield from _inside(held, seen, place + name)
 

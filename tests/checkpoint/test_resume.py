@@ -623,6 +623,49 @@ def test_after_a_load_updated_is_false_if_a_window_is_open(held):
     assert train_step.updated is (held == 0)
 
 
+class Signs(nn.Optimizer):
+    """A user's own optimizer, with momentum, as one that was written for PyTorch is taken over."""
+
+    def __init__(self, parameters, keeps):
+        super().__init__(0.1, parameters)
+        self.keeps, self.moments, self.count = keeps, {}, 0
+        if keeps == "Parameters":
+            self.moments = {p.name: ms.Parameter(ops.zeros_like(p), name=f"moment.{p.name}") for p in parameters}
+
+    def construct(self, gradients):
+        self.count += self.keeps == "a count"
+        for parameter, gradient in zip(self.parameters, gradients):
+            if self.keeps == "a dict":
+                self.moments[parameter.name] = self.moments.get(parameter.name, 0) * 0.9 + gradient
+            elif self.keeps == "Parameters":
+                ops.assign(self.moments[parameter.name], self.moments[parameter.name] * 0.9 + gradient)
+            ops.assign_sub(parameter, self.get_lr() * ops.sign(gradient))
+        return True
+
+
+@pytest.mark.parametrize("driver", ["step", "hand"])
+@pytest.mark.parametrize(("keeps", "place"), [
+    ("a dict", "moments[weight]"), ("a count", "count"), ("Parameters", None), ("nothing", None)])
+def test_state_of_a_users_optimizer_that_no_file_holds_is_warned_of(keeps, place, driver):
+    """Controls: state in Parameters, which is saved; no state; before the first update, there is none."""
+    network = nn.Dense(2, 1, weight_init="ones")
+    optimizer, forward_fn = Signs(network.trainable_params(), keeps), forward_fn_of(network)
+    if driver == "hand":
+        trained = Accumulator(optimizer, 2, reduction="mean")
+        grad_fn = ms.value_and_grad(forward_fn, None, trained.weights)
+    else:
+        trained = make_train_step(forward_fn, optimizer, 2, eager=True)
+    for i in range(4):
+        with recorded_warnings() as caught:
+            save_checkpoint("c.safetensors", network, trained)
+        assert [str(each.message).partition(", so the file")[0] for each in caught] == [
+            f"{place} of the optimizer is no Parameter"] * (i > 1 and place is not None)
+        if driver == "hand":
+            trained(grad_fn(ms.Tensor(BATCH))[1])
+        else:
+            trained(BATCH)
+
+
 class Average(nn.Cell):
     """The mean of a bias over updates."""
 
