@@ -98,8 +98,8 @@ _RESUMED = ("the checkpoint was saved after {} microbatches of epoch {} (counted
             "epochs of n batches, give epoch(islice(batches, n)): after break, an epoch has not ended")
 _ADDED = ("a group of parameters was added to the optimizer after this was built, so it would not be trained; build "
           "the optimizer with all groups, and then the train step, cell or Accumulator again")
-_NOT_SKIPPED = ("the checkpoint was saved after {0} microbatches of an epoch, but the dataset skips none, so they are "
-                "trained again; call model.train(1, dataset.skip({0}), ...) first")
+_NOT_SKIPPED = ("the checkpoint was saved after {0} microbatches of an epoch, but the dataset skips none: if it begins "
+                "with them, they are trained again; call model.train(1, dataset.skip({0}), ...) first")
 _GOES_ON = ("{} microbatches that were trained before are in an open window, which this training fills up with the "
             "first batches of its data; to go on with an epoch that was stopped, call model.train(1, dataset.skip({}), "
             "...) first; to drop the window, call accumulator.reset()")
