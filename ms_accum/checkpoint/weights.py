@@ -12,6 +12,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ..arguments import instance_of
+from ..mindspore_api import address_of
 from ..steps.errors import one_line
 from .file import SUFFIX, CheckpointError, OfMindSpore, path_to_load, read_file
 
@@ -31,7 +32,8 @@ def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network:
     Raises:
         TypeError: If an argument is of the wrong kind.
         FileNotFoundError, CheckpointError: If there is no such file, or it is damaged.
-        ValueError: If a parameter of the network is missing, or has another shape. Nothing is then changed.
+        ValueError: If a parameter of the network is missing, or has another shape, or if the dict holds no copies, but
+            the memory of the network (`Tensor(parameter)` and `parameter.asnumpy()` do). Nothing is then changed.
 
     Source: `mindspore.load_param_into_net`.
 
@@ -56,8 +58,15 @@ def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network:
             raise ValueError(f"{name} is {'' if name not in given else 'of shape '}{found} in {where}, expected shape "
                              f"{tuple(parameter.shape)}; give the weights of this network, or only a part of it as "
                              "network")
+    if parameters and all(_address_of(given[name]) == address_of(p) != 0 for name, p in parameters.items()):
+        raise ValueError(f"{where} holds the memory of the network, so its values are the present ones, whenever it "
+                         "was made; keep copies, such as {p.name: p.copy() for p in network.get_parameters()}")
     for name, parameter in parameters.items():
         ops.assign(parameter, Tensor(given[name]).astype(parameter.dtype))
+
+
+def _address_of(value: Union[Tensor, np.ndarray]) -> int:
+    return value.ctypes.data if isinstance(value, np.ndarray) else address_of(value)
 
 
 def _read(path: Union[str, os.PathLike], names: Iterable[str]) -> Mapping[str, Union[Parameter, Tensor]]:

@@ -20,7 +20,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from ..distributed.zero import whole_of
 from ..mindspore_api import LearningRateSchedule
 from ..tensors import as_array
-from .optimizers import divided_state, rates_of
+from .optimizers import divided_state, other_state_of, rates_of
 from .stages import Stage
 
 # Schedules are compared by their values after so many updates: 0, 1, 2, 3, 4, 6, 8, 12, ... 2**16.
@@ -81,7 +81,8 @@ def given_to(optimizer: Any) -> dict[str, dict[str, str]]:
     for name, places in given.items():  # `nn.AdamWeightDecay` holds its betas in attributes alone
         if f"init_args[{name}]" in places and name != "weight_decay":
             places.pop(name, None)
-    return given | {name: {name: text} for name, text in rate_texts(optimizer).items()}
+    own = {name: {name: str(held)} for name, held in other_state_of(optimizer).items() if not isinstance(held, Tensor)}
+    return own | given | {name: {name: text} for name, text in rate_texts(optimizer).items()}
 
 
 def rate_texts(optimizer: Any) -> dict[str, str]:
@@ -96,6 +97,9 @@ def changes(name: str, old: dict[str, str], new: dict[str, str]) -> list[str]:
     """
     differ = [place for place in {**old, **new} if old.get(place) != new.get(place)]
     in_both = [place for place in differ if place in old and place in new]
+    lost, found = ([each[place] for place in differ if place in each] for each in (old, new))
+    if lost and found and not in_both:  # such as one weight decay, then one for each group
+        return [f"{name} {lost[0]} -> {found[0]}"]
     texts: dict[str, str] = {}
     for place in in_both or differ[:1]:
         shown = name if place == name else _BEFORE_NAME.sub("", f".{place}")

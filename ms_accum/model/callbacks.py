@@ -241,12 +241,13 @@ class WindowLog(Callback):
         for loss in train_step.epoch(data):
             log(train_step, loss)
 
-    The columns are `epoch`; `microbatch`, counted since the log began; `update_step`; `loss`, the weighted
-    mean over the window's microbatches (of several losses, the sum of these means); `weight`, the sum of their weights
-    (of the first loss); `learning_rate`, if it is known, that of this window's update (`optimizer.get_lr()` is that of
-    the next update; with groups, `learning_rate_0` and so on; NaN before the first update); `grad_norm`, before
-    clipping (NaN without `clip_norm`); `skipped` and `seen`, totals so far (see `Accumulator`; of several losses,
-    `seen` counts the mean weight); with a loss scaler `loss_scale`; and with a noise scale `noise_scale`.
+    The columns are `epoch`; `microbatch`, counted since the log began, and anew after a load; `update_step`; `loss`,
+    the weighted mean over the window's microbatches (of several losses, the sum of these means); `weight`, the sum of
+    their weights (of the first loss); `learning_rate`, if it is known, that of this window's update
+    (`optimizer.get_lr()` is that of the next update; with groups, `learning_rate_0` and so on; NaN before the first
+    update); `grad_norm`, before clipping (NaN without `clip_norm`); `skipped` and `seen`, totals so far (see
+    `Accumulator`; of several losses, `seen` counts the mean weight); with a loss scaler `loss_scale`; and with a noise
+    scale `noise_scale`.
 
     A dropped window has a row, too: `skipped` grows and `update_step` does not. For a window that was open when the
     training began, the loss is the mean over the microbatches that the log has seen, also before a checkpoint that was

@@ -995,6 +995,44 @@ def test_weights_that_do_not_fit_are_refused():
     assert whole[0].weight.asnumpy().tolist() == [[7, 7]]
 
 
+@pytest.mark.parametrize(("keep", "holds"), [
+    (lambda p: p, False), (ms.Tensor, False), (lambda p: p.astype(ms.float32), False), (lambda p: p.asnumpy(), False),
+    (lambda p: p.copy(), True), (lambda p: p.asnumpy().copy(), True), (lambda p: ms.Tensor(p.asnumpy()), True)])
+def test_weights_that_were_kept_without_a_copy_are_refused(keep, holds):
+    """They are the present ones. Controls: copies; a dict of which only a part is the network's memory."""
+    network, train_step = built(sgd(0.1))
+    best = {p.name: keep(p) for p in network.get_parameters()}
+    moved(network, train_step)
+    assert (best["weight"][0, 0] == 1) == holds
+    if holds:
+        load_weights(best, network)
+    else:
+        with pytest.raises(ValueError, match=r"^source holds the memory of the network, so .*; keep copies, such as"):
+            load_weights(best, network)
+        load_weights({**best, "weight": ms.Tensor([[1.0, 1.0]])}, network)
+    assert network.weight.asnumpy().tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize("power", [0.5, 1.0])
+def test_a_number_of_a_users_own_optimizer_that_was_changed_is_named(power):
+    """Control: the same number."""
+    class Powers(nn.Optimizer):
+        def __init__(self, parameters, power):
+            super().__init__(0.1, parameters)
+            self.power = power
+
+        def construct(self, gradients):
+            for parameter, gradient in zip(self.parameters, gradients):
+                ops.assign_sub(parameter, self.get_lr() * ops.pow(gradient, self.power))
+            return True
+
+    network, train_step = built(lambda network: Powers(network.trainable_params(), 1.0), eager=True)
+    moved(network, train_step)
+    save_checkpoint("c.safetensors", network, train_step)
+    said = loaded(*built(lambda network: Powers(network.trainable_params(), power), eager=True))
+    assert ("power 1.0 -> 0.5" in said) == (power == 0.5)
+
+
 def test_names_in_a_file_do_not_depend_on_steps_that_were_built_before():
     """Folds of one process, whose optimizers live on, each with two steps. Control: the names of Parameters do."""
     held, names, files = [], set(), []

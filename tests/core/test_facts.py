@@ -154,6 +154,17 @@ def test_the_schedule_of_a_group_that_changes_is_named(optimizer, shown):
     assert [text for key in new for text in changes(key, old[key], new[key])] == [shown]
 
 
+def test_a_weight_decay_that_becomes_one_for_each_group_is_named():
+    """Both ways. Control: equal ones."""
+    whole, groups = (given_to(make("nn.SGD", group=group)) for group in (None, {"weight_decay": 0.25}))
+    assert changes("weight_decay", whole["weight_decay"], whole["weight_decay"]) == []
+    for old, new in ((whole, groups), (groups, whole)):
+        (text,) = changes("weight_decay", old["weight_decay"], new["weight_decay"])
+        assert text.startswith("weight_decay ")
+        assert "none" not in text
+        assert "0.25" in text
+
+
 @pytest.mark.parametrize(("name", "state"), [
     ("nn.AdamWeightDecay", {"moments1", "moments2", "global_step"}), ("mint.SGD", {"momentum_buf", "step_t"}),
     ("optim.AdamW", {"exp_avg", "exp_avg_sq", "state_step"})])
