@@ -196,11 +196,17 @@ def _codes_in(code: CodeType) -> Iterator[CodeType]:
 
 
 def _held_by(value: object, names: Iterable[str]) -> list[object]:
-    """Return the attributes and methods with these names, if it is a module, or an object of a user's own class."""
+    """Return the attributes and methods with these names, if it is a module, or an object of a user's own class.
+
+    For a property, return what computes it, as a method.
+    """
     if isinstance(value, nn.Cell) or _is_of_a_library(value):
         return []
     kind, held = type(value), getattr(value, "__dict__", {})
-    return [getattr(value, name) for name in names if name in held or isfunction(getattr(kind, name, None))]
+    members = {name: getattr(kind, name, None) for name in names}
+    computed = [MethodType(member.fget, value) for member in members.values()
+                if isinstance(member, property) and member.fget is not None]
+    return computed + [getattr(value, name) for name, member in members.items() if name in held or isfunction(member)]
 
 
 def _is_of_a_library(value: object) -> bool:

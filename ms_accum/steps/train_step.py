@@ -351,7 +351,8 @@ class TrainStep(Uncopied):
             mean of the batches' losses, weighted by their samples.
 
         Warns:
-            UserWarning: If a network that is trained was not found, so that its mode is not changed.
+            UserWarning: If a network that is trained was not found, so that its mode is not changed. A layer without
+                trained parameters is not noticed if code reaches it by a text, as `getattr(self, f"drop{i}")` does.
 
         Raises:
             TypeError, ValueError: As in a call; ValueError if there is no batch, or all weights are 0.

@@ -251,6 +251,15 @@ class Slotted:
     network: nn.Cell
 
 
+class Behind:
+    def __init__(self, network):
+        self._network = network
+
+    @property
+    def network(self):
+        return self._network
+
+
 class OfAClass:
     network = None
 
@@ -299,6 +308,7 @@ HOLDERS = {
     "slots": lambda network: partial(by_context, Slotted(network)),
     "in a list": lambda network: partial(by_contexts, [SimpleNamespace(inner=Context(network))]),
     "in a deque": lambda network: partial(by_contexts, deque([SimpleNamespace(inner=Context(network))])),
+    "property": lambda network: partial(by_context, Behind(network)),
     "method": by_its_method, "class": by_a_class, "module": by_a_module,
     "cell": lambda network: Wrapper(Context(network))}
 
