@@ -20,21 +20,23 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, Union
 from warnings import warn
+from zlib import crc32
 
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ..arguments import boolean, instance_of
 from ..core.accumulator import Accumulator
-from ..core.boundary import require_whole
+from ..core.boundary import Boundary, require_whole
 from ..core.facts import CLASS, changes, rate_texts
-from ..core.notes import trained_anywhere
+from ..core.notes import others_than, trained_anywhere
 from ..core.optimizers import divided_state, has_scheduler, load_options, options_of_groups, own_name, state_of
 from ..core.stages import require_scale
 from ..distributed.ranks import differing, gather, require_alike, sent_by, text_by, together
 from ..distributed.tags import LOAD, SAVE
 from ..runtime import synchronize
 from ..steps.train_step import require_python
+from ..tensors import as_array
 from .file import (
     RESERVED,
     CheckpointError,
@@ -232,12 +234,14 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     _require_one_path(path, ranks)
     path = path_to_load(path)
     run = _together(ranks, lambda: _State(network, accumulator), CheckpointError)
+    others = others_than(boundary)
     with ExitStack() as opened:
         entries, about = _together(ranks, lambda: read_file(path, opened) if rank == 0 else ({}, {}), CheckpointError)
         if ranks > 1:
             entries, about = _described_by_rank_0(entries, about)
         found, notes = _together(ranks, lambda: run.checked(path, entries, about, keep_rates), CheckpointError)
         own = partial(_own, about, rank if run.exchanged_alike(about) else 0)
+        before = run.of_others(others)
         with boundary.loading(about["open"], run.exchanged_alike(about), own("losses"), about.get("loops", False),
                               own("trained_samples")):
             for name, entry in found.items():
@@ -246,6 +250,9 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
                 # is freed before the next one has a value (measured on CPU, where there is nothing to synchronize).
                 synchronize()
                 (Tensor(0) + 1).asnumpy()
+    for name, checksum in run.of_others(others).items():
+        if checksum != before[name]:
+            others[id(run.entries[name])].note_other_load(str(path), name)
     notes += load_options(accumulator.optimizer, run.first_options, *about.get("options", ([], [])))
     if keep_rates:
         boundary.given = {**run.given, **{name: about["given"][name] for name in run.kept(about, entries)}}
@@ -371,6 +378,10 @@ class _State:
     def exchanged_alike(self, about: dict) -> bool:
         """Return whether the checkpoint has the same ranks and exchange, so that it holds each rank's own entries."""
         return about.get("reducer") == self.settings["reducer"]
+
+    def of_others(self, others: dict[int, Boundary]) -> dict[str, int]:
+        """Return checksums of the entries that others train."""
+        return {name: crc32(as_array(p).tobytes()) for name, p in self.entries.items() if id(p) in others}
 
     def take(self, name: str, value: Tensor) -> None:
         """Set an entry to this rank's part of a loaded value, if it is not another rank's."""

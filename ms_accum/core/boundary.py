@@ -113,6 +113,9 @@ _TWICE = ("{} microbatches of the open window are trained again, so statistics o
 _STOPPED = ("an error or an interrupt stopped a microbatch, perhaps after its forward pass had moved statistics of "
             "BatchNorm: they are then off by this microbatch, or move twice if it is trained again; load a checkpoint "
             "for exact ones")
+_LOADED_OVER = ("loading {} into another step or accumulator has changed {}, which this one trains, but not its "
+                "moments, counts and open window; save each network in a file of its own, with the step that trains "
+                "it, and load all of them")
 _OTHER_LOOP = ("another loop over epoch has begun, of this step or of one that shares its accumulator, so this one "
                "cannot go on; train on the batches of both in one loop, or by single calls")
 _OTHER_RANKS = ("the checkpoint was saved in the middle of an epoch with another number of ranks or another "
@@ -248,6 +251,7 @@ class Boundary:
         self._rates: list[Parameter] = []  # that the optimizer held then
         self._is_doubled = False  # whether the last update was number 1, 2, 4, 8, ...
         self._is_running = False  # whether a microbatch has begun, and has not ended
+        self._loaded_over: Optional[tuple[str, str]] = None  # a checkpoint of another one, and a weight it has changed
         self._warned = self._warned_of_empty = False  # of many skips; of windows of weight 0
         self._empty_before = 0  # such windows of the run that was loaded
         self._dropped = 0  # windows dropped in a row
@@ -317,6 +321,7 @@ class Boundary:
         self.ask()
         if was_stopped and self.eager and self.trained == trained and self._has_statistics():
             warn(_STOPPED, UserWarning, stacklevel=2)
+        self._warn_of_other_load()
         self._is_running = True
         known, self._is_ended, self._place = self._missing, False, None
         if in_epoch or not self.has_epochs:
@@ -413,6 +418,7 @@ class Boundary:
                 and may be in its next epoch: a second flush here would join that.
         """
         require_trainable(self.window.weights)
+        self._warn_of_other_load()
         self.require_same_memory()
         self.follow_groups()
         if self._is_ended and not ends_epoch:
@@ -861,6 +867,15 @@ class Boundary:
         """Note the layers and Parameters that a train step or a cell was found to use."""
         self.layers, self.used = layers, parameters
 
+    def note_other_load(self, path: str, name: str) -> None:
+        """Note that a checkpoint of another accumulator has changed a parameter that this one trains."""
+        self._loaded_over = path, name
+
+    def _warn_of_other_load(self) -> None:
+        if self._loaded_over is not None:
+            found, self._loaded_over = self._loaded_over, None
+            warn(_LOADED_OVER.format(*found), UserWarning, stacklevel=3)
+
     def unsaved_state(self) -> Optional[str]:
         """Return the place of state of a user's own optimizer that no file holds, if something has changed any."""
         before = self._other_state
@@ -946,7 +961,7 @@ class Boundary:
         self.recalled, self.since_load = self.logged, 0
         self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
         self._empty_before, self.samples = int(window.empty_windows), Samples(*samples)
-        self._first_update, self._is_running = int(window.update_step), False
+        self._first_update, self._is_running, self._loaded_over = int(window.update_step), False, None
         self._is_ended = self._is_in_epoch = False
         # Older files do not say whether there was a loop.
         self.has_epochs, self._place, self._is_moved = has_epochs or int(window.place[0]) > 0, None, True

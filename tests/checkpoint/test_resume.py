@@ -623,6 +623,40 @@ def test_after_a_load_updated_is_false_if_a_window_is_open(held):
     assert train_step.updated is (held == 0)
 
 
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(("loads", "stopped_at", "warns"), [
+    ("DG", 2, {"D"}), ("GD", 2, set()), ("DG", 3, set()), ("D", 3, {"G"}), ("own", 2, set()), ("own", 3, set())])
+def test_a_file_that_changes_what_another_step_trains_is_warned_of(loads, stopped_at, warns, eager):
+    """Two networks (a GAN), each file with both, as each step has saved them; stopped between two updates.
+
+    What is loaded last sets the other network back, but not its moments; and a step without its file has none.
+    Controls: the other order; a stop after both; a file for each network.
+    """
+    def built_anew():
+        both = nn.CellList([nn.Dense(2, 1, weight_init="ones"), nn.Dense(2, 1, weight_init="ones")])
+        return both, {name: make_train_step(forward_fn_of(cell), nn.Momentum(cell.trainable_params(), 0.1, 0.9), 1,
+                                            eager=eager) for name, cell in zip("DG", both)}
+
+    both, steps = built_anew()
+    for i, (name, cell) in enumerate(list(zip("DG", both)) * 2):
+        if i <= stopped_at:
+            steps[name](BATCH)
+            save_checkpoint(f"{name}.safetensors", cell if loads == "own" else both, steps[name])
+    both, steps = built_anew()
+    with recorded_warnings() as caught:
+        for name in "DG" if loads == "own" else loads:
+            load_checkpoint(f"{name}.safetensors", both["DG".index(name)] if loads == "own" else both, steps[name])
+    assert not caught
+    for name, step in steps.items():
+        for repeated in range(2):
+            with recorded_warnings() as caught:
+                step(BATCH)
+            assert len(caught) == (name in warns and not repeated)
+            for each in caught:
+                assert re.search(rf"{loads[-1]}\.safetensors into another step or accumulator has changed "
+                                 rf"{'DG'.index(name)}\.(weight|bias), which this one trains", str(each.message))
+
+
 class Signs(nn.Optimizer):
     """A user's own optimizer, with momentum, as one that was written for PyTorch is taken over."""
 
