@@ -291,3 +291,28 @@ def test_weights_that_were_replaced_behind_its_back_are_refused():
     with pytest.raises(RuntimeError, match="was given new memory"):
         step.evaluate(data)
     assert len(values(network.trainable_params())) == 4
+
+
+class Trainer:
+    """A user's class, which is no Cell, and reaches a layer without weights by a property."""
+
+    def __init__(self, network, dropout):
+        self.network, self._dropout = network, dropout
+
+    @property
+    def dropout(self):
+        return self._dropout
+
+    def loss(self, x, y):
+        return LOSS(self.dropout(self.network(x)), y)
+
+
+@MODE
+def test_a_layer_behind_a_property_computes_in_evaluation_mode(mode):
+    """And is in training mode again. Control: Dropout changes the loss in training mode."""
+    network, dropout = MLP(), nn.Dropout(p=0.5).set_train()
+    trainer, (x, y) = Trainer(network, dropout), tensors(*batches([8])[0])
+    step = make_train_step(trainer.loss, sgd(network), 1, eager=mode == "pynative")
+    assert step.evaluate([(x, y)]) == pytest.approx(float(LOSS(network(x), y)), rel=1e-5)
+    assert dropout.training
+    assert float(trainer.loss(x, y)) != pytest.approx(float(LOSS(network(x), y)), rel=1e-3)
