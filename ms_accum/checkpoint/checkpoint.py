@@ -367,7 +367,8 @@ class _State:
         if lost is not None:
             warn(f"{lost} is used in training, but is no Parameter of the network that is saved; if it changes, as "
                  "BatchNorm's statistics and a teacher's averages do, a resumed run begins with its first value: save "
-                 "one Cell that holds all networks, such as nn.CellList([student, teacher]), or each network in a file",
+                 "one Cell that holds all networks, such as nn.CellList([student, teacher]), built once, before the "
+                 "train step, because it renames their parameters; or each network in a file",
                  UserWarning, stacklevel=5)
         place = self.unsaved
         if place is not None:

@@ -14,7 +14,7 @@ from numbers import Number, Real
 from types import CodeType, MethodType, ModuleType
 from typing import Any, Union
 from warnings import warn
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import mindspore as ms
 import numpy as np
@@ -37,6 +37,7 @@ _DEEPEST = 4  # attributes of attributes: self.a.b.c.network
 _MOST = 100_000  # values that are looked into
 _PLAIN = (type(None), str, bytes, Number, np.ndarray, Tensor)  # which hold nothing
 _named_by: dict[str, ref] = {}
+_prefixes: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # of the names of accumulators' Parameters
 _UNKNOWN = ("{} has no learning rate that can be read, expected an attribute learning_rate, a Parameter of shape (), "
             "or param_groups; build nn.AdaFactor with relative_step=False")
 _FIXED = ("the learning rate of {} is no Parameter, so compiled graphs keep it; make it a Parameter of shape ()")
@@ -425,7 +426,11 @@ def divided_state(optimizer: object) -> dict[int, Parameter]:
 
 
 def name_state(optimizer: object, prefix: str) -> None:
-    """Rename state whose name is not unique (`global_step` of two optimizers): graph mode raises an error for it."""
+    """Rename state whose name is not unique (`global_step` of two optimizers): graph mode raises an error for it.
+
+    Note the prefix, because the parameter that it is made of may get another name, e.g. in an `nn.CellList`.
+    """
+    _prefixes.setdefault(optimizer, set()).add(f"{prefix}.")
     for name, state in state_of(optimizer):
         owner = _named_by.get(state.name, ref(optimizer))()
         if name == state.name and (owner is None or owner is optimizer):
@@ -444,6 +449,8 @@ def own_name(optimizer: Any, name: str) -> str:
     before = ""
     while name != before:  # each one may have added its own; see `name_state`
         before, name = name, INSTANCE.sub("", name).removeprefix(cell_prefix(optimizer))
+        for prefix in _prefixes.get(optimizer, ()):
+            name = name.removeprefix(prefix)
     return name
 
 

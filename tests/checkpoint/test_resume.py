@@ -11,6 +11,7 @@ import pytest
 from mindspore import amp, nn, ops
 from mindspore.experimental import optim
 from mindspore.experimental.optim import lr_scheduler as schedulers
+from safetensors import safe_open
 from support.modes import recorded_warnings
 
 from ms_accum import (
@@ -675,6 +676,28 @@ class Signs(nn.Optimizer):
                 ops.assign(self.moments[parameter.name], self.moments[parameter.name] * 0.9 + gradient)
             ops.assign_sub(parameter, self.get_lr() * ops.sign(gradient))
         return True
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_a_network_that_was_renamed_after_its_step_was_built_is_loaded(held):
+    """As `nn.CellList([student, teacher])` in the call does. Control: names in the file are those of a new process."""
+    def made():
+        return built(lambda network: nn.Adam(network.trainable_params(), 0.1))
+
+    network, train_step = made()
+    moved(network, train_step, 2 + held)
+    save_checkpoint("c.safetensors", nn.CellList([network]), train_step)
+    assert network.weight.name == "0.weight"
+    with safe_open("c.safetensors", "numpy") as file:
+        names = {name for name in file.keys() if name.startswith("accumulator:")}
+    assert "accumulator:update_step" in names
+    assert not [name for name in names if name.startswith("accumulator:accumulator")]
+    moved(network, train_step, 4)
+    other, resumed = made()
+    load_checkpoint("c.safetensors", nn.CellList([other]), resumed)
+    assert int(resumed.accumulator.mini_step) == held
+    moved(other, resumed, 4)
+    assert other.weight.asnumpy().tolist() == network.weight.asnumpy().tolist()
 
 
 @pytest.mark.parametrize("driver", ["step", "hand"])
