@@ -11,7 +11,7 @@ from typing import Any, Optional, Union
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, ops
+from mindspore import Parameter, Tensor, nn, ops
 from mindspore.common.initializer import initializer
 from mindspore.ops import constexpr
 
@@ -39,6 +39,12 @@ def state_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type, value: fl
     """
     data = initializer(value, shape, dtype) if shape else Tensor(value, dtype)
     return Parameter(data, name=name, requires_grad=False)
+
+
+def buffers_of(network: nn.Cell) -> dict[str, Tensor]:
+    """Return the buffers of a network (`Cell.register_buffer`) that belong to its state, by name."""
+    kept = network.state_dict()
+    return {name: buffer for name, buffer in network.named_buffers() if name in kept}
 
 
 def mapped(function: Callable, shared: Any, *tuples: Union[tuple, list]) -> tuple:

@@ -23,7 +23,7 @@ from warnings import warn
 from zlib import crc32
 
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 
 from ..arguments import boolean, instance_of
 from ..core.accumulator import Accumulator
@@ -36,7 +36,7 @@ from ..distributed.ranks import differing, gather, require_alike, sent_by, text_
 from ..distributed.tags import LOAD, SAVE
 from ..runtime import synchronize
 from ..steps.train_step import require_python
-from ..tensors import as_array
+from ..tensors import as_array, buffers_of
 from .file import (
     RESERVED,
     CheckpointError,
@@ -88,11 +88,12 @@ def _in_order(function: Callable[P, T]) -> Callable[P, T]:
 def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Any, *, extra: Any = None) -> None:
     """Save all state of a training, also in the middle of a window, so that a resumed run is bit-identical.
 
-    The file holds the parameters of the network, the optimizer's state (moments, update count, learning rates that are
-    Parameters), the accumulator's buffers, weights and counters, the place in the epoch, the loss scaler, what a
-    `WindowLog` has seen of the open window, and `extra`. It does not hold the state of random layers, because MindSpore
-    2.10 does not expose it on CPU. For bit-identical resumption, pass masks as arguments of the batch, drawn from a
-    seed and the position in the data.
+    The file holds the network's parameters and buffers, the optimizer's state (moments, update count, learning rates
+    that are Parameters), the accumulator's buffers, weights and counters, the place in the epoch, the loss scaler, what
+    a `WindowLog` has seen of the open window, and `extra`. It does not hold Tensors that are plain attributes of a
+    network, such as a memory bank: make them Parameters, or buffers (`Cell.register_buffer`). It does not hold the
+    state of random layers either, because MindSpore 2.10 does not expose it on CPU. For bit-identical resumption, pass
+    masks as arguments of the batch, drawn from a seed and the position in the data.
 
     The file is written beside `path`, flushed to the disk and renamed. So a process that is killed at any moment leaves
     the complete old file or the complete new one; the next save on the same host removes its temporary files. Several
@@ -307,7 +308,8 @@ class _State:
     """Hold what a run saves and loads.
 
     Attributes:
-        entries: All state by its name in the file.
+        entries: All state by its name in the file: Parameters, and the network's buffers.
+        buffers: These. Older files do not hold them.
         divided: For each entry of which this rank holds only a slice (ZeRO), the whole parameter.
         of_window: The names of entries that are only needed while a window is open.
         of_stages: The names of entries that may be missing if no window is open.
@@ -322,12 +324,13 @@ class _State:
 
     def __init__(self, network: nn.Cell, accumulator: Accumulator) -> None:
         optimizer = instance_of("the optimizer", accumulator.optimizer, nn.Cell, "an nn.Cell, whose state can be found")
-        named = [(p.name, p) for p in network.get_parameters()]
+        self.buffers = buffers_of(network)
+        named: list[tuple[str, Tensor]] = [*((p.name, p) for p in network.get_parameters()), *self.buffers.items()]
         # An accumulator's number counts those that were built before it, which may be others in the next process.
         named += [(f"optimizer:{own_name(optimizer, name)}", p)
                   for name, p in (*((p.name, p) for p in accumulator.weights), *state_of(optimizer))]
         named += [(f"accumulator:{name}", p) for name, p in accumulator.state.items()]
-        self.entries: dict[str, Parameter] = {}
+        self.entries: dict[str, Tensor] = {}
         once = {id(p): (name, p) for name, p in reversed(named)}  # the first name wins
         for name, parameter in reversed(once.values()):
             if name in (*RESERVED, *self.entries) or _OF_RANK.match(name):
@@ -353,7 +356,7 @@ class _State:
         of_stages = {id(p) for stage in window.stages for p in stage.run_state}
         self.of_stages = [f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in of_stages]
         boundary.note_given()
-        self.used, self.unsaved = boundary.used, boundary.unsaved_state()
+        self.used, self.unsaved = boundary.memory.used, boundary.memory.unsaved_state()
         self.given = boundary.given
         self.reached = {name: text for name, text in rate_texts(optimizer).items()
                         if self.given.get(name, {}).get(name, text) != text}
@@ -493,7 +496,9 @@ class _State:
         start = f"rank{self.exchange.rank}:"
         own = {name.removeprefix(start): e for name, e in of_others.items() if name.startswith(start)}
         # Older files do not count empty windows.
-        unneeded = {*ignored, _EMPTY, *(() if about["open"] else self.of_window)}
+        missing = self.buffers.keys() - found.keys()
+        notes += [f"buffer {name} starts afresh" for name in sorted(missing)]
+        unneeded = {*ignored, *missing, _EMPTY, *(() if about["open"] else self.of_window)}
         classes = "".join(f" ({text})" for text in changes(CLASS, given[CLASS], self.given.get(CLASS, {})))
         remedy = ("build network, optimizer and accumulator with the same arguments, or load the weights alone, with "
                   f"ms_accum.load_weights{classes}")
@@ -511,8 +516,8 @@ def _finished(network: nn.Cell, accumulator: Accumulator, extra: Any) -> _State:
     return _State(network, accumulator)
 
 
-def _require_entries(path: Path, found: dict[str, Entry], unneeded: set[str], shaped: dict[str, Parameter],
-                     entries: dict[str, Parameter], remedy: str) -> None:
+def _require_entries(path: Path, found: dict[str, Entry], unneeded: set[str], shaped: dict[str, Tensor],
+                     entries: dict[str, Tensor], remedy: str) -> None:
     """Raise CheckpointError unless the file holds all entries, in the shapes of `shaped`."""
     for name in {**entries, **found}:
         held = _described(found.get(name), found.get(name))

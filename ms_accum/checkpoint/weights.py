@@ -14,11 +14,12 @@ from mindspore import Parameter, Tensor, nn, ops
 from ..arguments import instance_of
 from ..mindspore_api import address_of
 from ..steps.errors import one_line
+from ..tensors import buffers_of
 from .file import SUFFIX, CheckpointError, OfMindSpore, path_to_load, read_file
 
 
 def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network: nn.Cell) -> None:
-    """Set the parameters of a network at any time, also after its train step has begun.
+    """Set the parameters of a network, and its buffers, at any time, also after its train step has begun.
 
     `mindspore.load_param_into_net` gives the network new memory, which a step that has begun does not see. This
     function writes into the memory that the step uses. The optimizer's state stays as it is. So does an open window,
@@ -26,7 +27,8 @@ def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network:
 
     Args:
         source: A file of `ms_accum.save_checkpoint` or `mindspore.save_checkpoint`, or a dict of Tensors by the names
-            of the parameters. Entries that the network lacks are ignored.
+            of the parameters. Entries that the network lacks are ignored. Buffers (`Cell.register_buffer`) that it
+            lacks keep their values.
         network: The network, or a part of it.
 
     Raises:
@@ -47,10 +49,11 @@ def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network:
     """
     instance_of("network", network, nn.Cell, "a mindspore.nn.Cell", "give source, network")
     instance_of("source", source, (str, os.PathLike, Mapping), "a path or a dict of Tensors", "give source, network")
-    parameters = {p.name: p for p in network.get_parameters()}
-    given = source if isinstance(source, Mapping) else _read(source, parameters)
+    parameters, buffers = {p.name: p for p in network.get_parameters()}, buffers_of(network)
+    given = source if isinstance(source, Mapping) else _read(source, [*parameters, *buffers])
     where = "source" if isinstance(source, Mapping) else str(source)
-    for name, parameter in parameters.items():
+    held = {**{name: buffer for name, buffer in buffers.items() if name in given}, **parameters}
+    for name, parameter in held.items():
         if name in given:
             instance_of(name, given[name], (Tensor, np.ndarray), "a Tensor", "give a dict of Tensors")
         found = tuple(given[name].shape) if name in given else "missing"
@@ -61,7 +64,7 @@ def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network:
     if parameters and all(_address_of(given[name]) == address_of(p) != 0 for name, p in parameters.items()):
         raise ValueError(f"{where} holds the memory of the network, so its values are the present ones, whenever it "
                          "was made; keep copies, such as {p.name: p.copy() for p in network.get_parameters()}")
-    for name, parameter in parameters.items():
+    for name, parameter in held.items():
         ops.assign(parameter, Tensor(given[name]).astype(parameter.dtype))
 
 

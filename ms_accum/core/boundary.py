@@ -42,21 +42,11 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ..distributed.parallel_modes import shards
-from ..mindspore_api import address_of
 from ..tensors import require_trainable
 from .facts import given_to
+from .memory import Memory
 from .notes import register
-from .optimizers import (
-    assign_rates_of_groups,
-    follow_rates,
-    options_of_groups,
-    other_state_of,
-    own_name,
-    rates_at,
-    rates_in,
-    rates_of,
-    state_of,
-)
+from .optimizers import assign_rates_of_groups, follow_rates, options_of_groups, rates_at
 from .window import UPDATING
 
 if TYPE_CHECKING:
@@ -73,14 +63,6 @@ _TORN_UPDATE = ("an error or an interrupt stopped an update, so it may have chan
                 "stopped a reset or a load); load a checkpoint, on all ranks, or, on one device, call "
                 "accumulator.reset(), which drops the window; in a function given as after_update, the update has not "
                 "ended: save in train_step.on_update instead")
-_REPLACED = ("{} was given new memory after the training had begun (by load_param_into_net or set_data), but compiled "
-             "graphs keep the old one: what was trained since then is not in the network; load weights with "
-             "ms_accum.load_weights, or assign them with ops.assign, and build the optimizer and the train step again")
-_REPLACED_STATE = ("{} of the optimizer was given new memory after the training had begun (by load_param_into_net or "
-                   "set_data), but compiled graphs keep the old one, so it had no effect; build the optimizer and the "
-                   "train step again, and change it with ops.assign")
-_STALE = ("{} was given new memory after the training had begun (by load_param_into_net or set_data); compiled graphs "
-          "that use it keep its old values; copy new ones into it, with ms_accum.load_weights or ops.assign")
 _STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
           "finite{}, after update {}; look for NaN in the batches since then, lower the initial loss scale or the "
           "learning rate, or load a checkpoint; another call continues the training")
@@ -121,8 +103,6 @@ _OTHER_LOOP = ("another loop over epoch has begun, of this step or of one that s
 _OTHER_RANKS = ("the checkpoint was saved in the middle of an epoch with another number of ranks or another "
                 "DataParallel, so it does not know which batches this rank has trained; give resume=False, and only "
                 "batches that no rank has trained")
-_COMPILED = ("mindspore.nn.", "mindspore.experimental.")  # optimizers that are compiled, also op by op
-_MOVING = {"beta1_power", "beta2_power"}  # of nn.Adam and others, which give them new memory op by op themselves
 _FEW_READS = 64  # microbatches of a cell between two reads of the skips
 _MANY = 10  # skips in a row that are worth a warning; a loss scale of 2**24 comes down in fewer
 
@@ -224,8 +204,7 @@ class Boundary:
     def __init__(self, window: Window, settings: dict[str, str], max_skips: Optional[int] = None,
                  of_hook: Sequence[Parameter] = ()) -> None:
         self.window, self.settings, self.max_skips, self.is_driven = window, settings, max_skips, False
-        self._of_hook = of_hook
-        self._other_state = other_state_of(window.optimizer)  # as it was built
+        self.memory = Memory(window, of_hook)
         # Whether the host's countdown is enough: no microbatch can be skipped, no window dropped or closed by a weight.
         self._counts_alone = not (window.may_skip or window.may_drop) and window.length.budget is None
         self._filled_by_hand = self._closed_in_graphs = self.has_own_graphs = False
@@ -241,14 +220,6 @@ class Boundary:
         self.since_load = 0
         self.used_rates: Optional[tuple[float, ...]] = None  # of the last update, if others were set since, or may be
         self.layers: list[nn.Cell] = []  # that a train step or a cell was found to use
-        self.used: list[Parameter] = []  # of them, and others
-        # Of the memory, after the first microbatch: of what is trained and of rates, and of what else is used; and
-        # after an update, which may have moved it to a device: of the optimizer's state.
-        self._addresses: list[tuple[str, Parameter, int]] = []
-        self._addresses_of_state: list[tuple[str, Parameter, int]] = []
-        self._first_update = 0  # the number of updates in the file that was loaded last
-        self._other_addresses: list[tuple[Parameter, int]] = []
-        self._rates: list[Parameter] = []  # that the optimizer held then
         self._is_doubled = False  # whether the last update was number 1, 2, 4, 8, ...
         self._is_running = False  # whether a microbatch has begun, and has not ended
         self._loaded_over: Optional[tuple[str, str]] = None  # a checkpoint of another one, and a weight it has changed
@@ -352,8 +323,8 @@ class Boundary:
         else:
             self.keep_place()
             self._place, self.others = None, self.others + 1
-        if not self._addresses:
-            self.note_addresses()
+        if not self.memory.is_noted:
+            self.memory.note()
         if is_applied:
             self._count_update()
         elif missing > 1:
@@ -384,8 +355,8 @@ class Boundary:
         """
         self._is_running = False
         self.require_progress()
-        if not self._addresses:
-            self.note_addresses()
+        if not self.memory.is_noted:
+            self.memory.note()
         self._unread += 1
         if self._unread >= _FEW_READS:
             self._unread = 0
@@ -865,7 +836,8 @@ class Boundary:
 
     def note_used(self, layers: list[nn.Cell], parameters: list[Parameter]) -> None:
         """Note the layers and Parameters that a train step or a cell was found to use."""
-        self.layers, self.used = layers, parameters
+        self.layers = layers
+        self.memory.note_used(layers, parameters)
 
     def note_other_load(self, path: str, name: str) -> None:
         """Note that a checkpoint of another accumulator has changed a parameter that this one trains."""
@@ -876,55 +848,14 @@ class Boundary:
             found, self._loaded_over = self._loaded_over, None
             warn(_LOADED_OVER.format(*found), UserWarning, stacklevel=3)
 
-    def unsaved_state(self) -> Optional[str]:
-        """Return the place of state of a user's own optimizer that no file holds, if something has changed any."""
-        before = self._other_state
-        return next((place for place, held in other_state_of(self.window.optimizer).items() if not (
-            held is before.get(place) or (type(held) in (int, float) and held == before.get(place)))), None)
-
-    def note_addresses(self) -> None:
-        """Note where the memory of parameters and rates is. MindSpore keeps slices elsewhere, if it shards."""
-        if shards():
-            return
-        weights = [(parameter.name, parameter) for parameter in self.window.weights]
-        self._addresses = [(name, parameter, address_of(parameter))
-                           for name, parameter in (*weights, *rates_of(self.window.optimizer).items())]
-        self._rates = [rate for rate in rates_in(self.window.optimizer) if isinstance(rate, Parameter)]
-        trained = {id(parameter) for parameter in self.window.weights}
-        # Not of what has no memory yet.
-        self._other_addresses = [(p, address_of(p)) for p in self.used if id(p) not in trained and address_of(p)]
-
     def require_same_memory(self) -> None:
-        """Raise RuntimeError if a trained parameter, or state of the optimizer, has new memory, which no graph knows.
+        """Raise RuntimeError if a script has replaced what graphs use; see `Memory.require_same`.
 
-        Warn if another Parameter has, such as one of a target network, or a statistic; but the graph of a cell sees it.
-        Op by op, only the optimizer is compiled, if it is one of `mindspore.nn` or `mindspore.experimental`. By hand,
-        nobody notes the memory after the first microbatch, so the first call of this does it.
+        By hand, nobody notes the memory after the first microbatch, so the first call of this does it.
         """
-        if self._filled_by_hand and not self._addresses:
-            self.note_addresses()
-        is_of_mindspore = type(self.window.optimizer).__module__.startswith(_COMPILED)
-        if not self.eager or is_of_mindspore:
-            optimizer = self.window.optimizer
-            assign_rates_of_groups(optimizer)
-            held = {id(rate) for rate in rates_in(optimizer)}  # another Parameter may be in the place of a rate
-            replaced = [name for name, parameter, address in self._addresses if address_of(parameter) != address]
-            replaced += [own_name(optimizer, rate.name) for rate in self._rates if id(rate) not in held]
-            if replaced:
-                raise RuntimeError(_REPLACED.format(replaced[0]))
-            if not self._addresses_of_state and self._addresses and int(self.window.update_step) > self._first_update:
-                named = [(own_name(optimizer, name), parameter) for name, parameter in state_of(optimizer)]
-                self._addresses_of_state = [(name, parameter, address_of(parameter)) for name, parameter in named
-                                            if is_of_mindspore and name not in _MOVING]
-                self._other_addresses += [(parameter, address_of(parameter)) for parameter in self._of_hook]
-            for name, parameter, address in self._addresses_of_state:
-                if address_of(parameter) != address:
-                    raise RuntimeError(_REPLACED_STATE.format(name))
-        if not self.eager and self.has_own_graphs:
-            for i, (parameter, address) in enumerate(self._other_addresses):
-                if address_of(parameter) != address:
-                    self._other_addresses[i] = parameter, address_of(parameter)  # warn of each value once
-                    warn(_STALE.format(parameter.name), UserWarning, stacklevel=2)
+        if self._filled_by_hand and not self.memory.is_noted:
+            self.memory.note()
+        self.memory.require_same(self.eager, self.has_own_graphs)
 
     def losses(self) -> tuple:
         """Return the losses of the open window that a `WindowLog` has seen; none if it has missed a microbatch."""
@@ -961,7 +892,8 @@ class Boundary:
         self.recalled, self.since_load = self.logged, 0
         self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
         self._empty_before, self.samples = int(window.empty_windows), Samples(*samples)
-        self._first_update, self._is_running, self._loaded_over = int(window.update_step), False, None
+        self._is_running, self._loaded_over = False, None
+        self.memory.note_load()
         self._is_ended = self._is_in_epoch = False
         # Older files do not say whether there was a loop.
         self.has_epochs, self._place, self._is_moved = has_epochs or int(window.place[0]) > 0, None, True

@@ -30,6 +30,7 @@ _PLACE = re.compile(r"\[(\d+)\]$")
 _RATE = re.compile(r"(^|[.[])(learning_rate|lr)(_group_\d+|\[\d+\]|\])*$")  # names of `rates_of`
 _GROUP = re.compile(r"_group_(\d+)$")
 _IN_SCHEDULE = re.compile(r"(group_)?(learning_rate|lr)[.[]")  # places
+_COMPILED = ("mindspore.nn.optim.", "mindspore.experimental.optim.")  # where optimizers are that MindSpore compiles
 _GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order in which a process creates them
 _CONSTANT = (Real, str, type(None))
 _NO_OPTIONS = ("lr", "initial_lr")  # a Parameter, unless a script has just replaced it; what only a scheduler reads
@@ -70,7 +71,7 @@ def warn_if_idle(optimizer: nn.Optimizer) -> None:
     """Warn of an optimizer of `mindspore.mint` that runs op by op on CPU: it changes no parameter (MindSpore 2.10)."""
     if type(optimizer).__module__.startswith("mindspore.mint.") and ms.get_context("device_target") == "CPU":
         warn(f"mint.optim.{type(optimizer).__name__} changes no parameter op by op on CPU (MindSpore 2.10); call "
-             "set_context(mode=GRAPH_MODE), or use make_train_step, which compiles its graphs, or an optimizer of "
+             "set_context(mode=GRAPH_MODE), or use make_train_step without eager=True, or an optimizer of "
              "mindspore.nn", UserWarning, stacklevel=2)
 
 
@@ -252,6 +253,26 @@ def other_state_of(optimizer: object) -> dict[str, Any]:
     found = {name: held for name, held in attributes.items() if type(held) in (int, float) and name[0] != "_"}
     return found | {place: held for place, held in _inside(*_holder_and_network(optimizer))
                     if isinstance(held, Tensor) and not isinstance(held, Parameter)}
+
+
+def is_compiled(optimizer: object) -> bool:
+    """Return whether MindSpore compiles updates of an optimizer also op by op: those of its own classes.
+
+    A subclass, or a Cell that holds such an optimizer, may call them.
+    """
+    holder, network = _holder_and_network(optimizer)
+    return any(_calls_compiled(type(each)) for each in (optimizer, *(held for _, held in _inside(holder, network))))
+
+
+def _calls_compiled(kind: type) -> bool:
+    for base in kind.__mro__:
+        if base.__module__.startswith(_COMPILED):
+            return base.__name__ != "Optimizer"  # the base of all
+        code = getattr(unwrap(vars(base).get("construct", _calls_compiled)), "__code__", None)
+        if "construct" in vars(base) and (code is None or all("construct" not in each.co_names
+                                                              for each in _codes_in(code))):
+            return False  # it calls no construct of a base
+    return False
 
 
 def rates_of(optimizer: object) -> dict[str, Parameter]:

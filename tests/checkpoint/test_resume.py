@@ -4,6 +4,7 @@ import re
 from itertools import takewhile
 from pathlib import Path
 from threading import Lock
+from unittest.mock import patch
 
 import mindspore as ms
 import numpy as np
@@ -525,6 +526,139 @@ def test_what_has_new_memory_op_by_op(optimizer):
     else:
         with pytest.raises(RuntimeError, match=r"^bias was given new memory"):
             train_step.flush()
+
+
+class Clipping(nn.Momentum):
+    """An optimizer of a user's own that ends with MindSpore's."""
+
+    def construct(self, gradients):
+        return super().construct(tuple([ops.clamp(gradient, -1, 1) for gradient in gradients]))
+
+
+class Named(nn.Momentum):
+    """One that changes nothing."""
+
+
+class Holding(nn.Cell):
+    """One that holds MindSpore's."""
+
+    def __init__(self, parameters, learning_rate, momentum):
+        super().__init__()
+        self.inner = nn.Momentum(parameters, learning_rate, momentum)
+        self.parameters = self.inner.parameters
+
+    def construct(self, gradients):
+        return self.inner(gradients)
+
+
+class OfMyOwn(nn.Momentum):
+    """One that computes its updates itself, op by op."""
+
+    def construct(self, gradients):
+        for parameter, gradient, moment in zip(self.parameters, gradients, self.moments):
+            ops.assign(moment, moment * self.momentum + gradient)
+            ops.assign_sub(parameter, moment * self.learning_rate)
+        return True
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("optimizer", [nn.Momentum, Clipping, Named, Holding, OfMyOwn])
+def test_what_was_replaced_under_an_optimizer_of_ones_own(optimizer, eager):
+    """It may end in MindSpore's, which is compiled also op by op. Controls: one whose updates run op by op sees all
+    that was replaced; `ops.assign` counts everywhere."""
+    def run(change, which):
+        network, train_step = built(lambda network: optimizer(network.trainable_params(), 0.1, 0.9), 1, eager=eager)
+        assert len(list(train_step.epoch([BATCH] * 3))) == 3
+        made = getattr(train_step.accumulator.optimizer, "inner", train_step.accumulator.optimizer)
+        train_step.flush()  # after the first update
+        state = {"weight": network.weight, "moment": made.moments[0], "rate": made.learning_rate}[which]
+        change(state, ops.full_like(state, 7))
+        assert len(list(train_step.epoch([BATCH] * 3))) == 3
+        return network.weight.asnumpy().tolist()
+
+    for which in ("weight", "moment", "rate"):
+        expected = run(ops.assign, which)
+        if eager and optimizer is OfMyOwn:
+            assert run(ms.Parameter.set_data, which) == expected
+        else:
+            with pytest.raises(RuntimeError, match=r"was given new memory after the training had begun"):
+                run(ms.Parameter.set_data, which)
+
+
+class Centred(nn.Cell):
+    """A network with buffers: a mean that it updates, one that is no state, one of whole numbers, and a mere Tensor."""
+
+    def __init__(self, changes=True):
+        super().__init__()
+        self.network, self.changes = nn.Dense(2, 1, weight_init="ones"), changes
+        self.register_buffer("mean", ms.Tensor([0.5]))
+        self.register_buffer("half", ms.Tensor([0.5]), persistent=False)
+        self.register_buffer("count", ms.Tensor([3], ms.int32))
+        self.register_buffer("nothing", None)
+        self.set_train()
+
+    def construct(self, x):
+        y = self.network(x)
+        if self.training and self.changes:
+            ops.assign(self.mean, self.mean * self.half + ops.stop_gradient(y.mean(0)))
+            ops.assign(self.count, self.count + 1)
+        return (y * self.mean).mean()
+
+
+def test_buffers_of_a_network_are_part_of_a_file():
+    """A resumed run ends as one without a stop, in the middle of a window, too. Controls: what is no state; a file that
+    lacks them, as older ones do."""
+    def build():
+        network = Centred()
+        return network, make_train_step(network, nn.SGD(network.trainable_params(), 0.01), 2, eager=True)
+
+    network, train_step = build()
+    assert len(list(train_step.epoch([BATCH] * 2))) == 2
+    train_step(BATCH)
+    save_checkpoint("c.safetensors", network, train_step)
+    at_save = network.mean.asnumpy().copy()
+    train_step(BATCH)
+    again, second = build()
+    load_checkpoint("c.safetensors", again, second)
+    assert (again.mean.asnumpy().tolist(), again.count.asnumpy().tolist()) == (at_save.tolist(), [6])
+    assert at_save[0] != 0.5
+    second(BATCH)
+    assert np.array_equal(again.network.weight.asnumpy(), network.network.weight.asnumpy())
+    assert np.array_equal(again.mean.asnumpy(), network.mean.asnumpy())
+    assert {*ms.load_checkpoint("c.safetensors", format="safetensors")} >= {"mean", "count"}
+    assert "half" not in ms.load_checkpoint("c.safetensors", format="safetensors")
+
+    third = Centred()
+    load_weights("c.safetensors", third)
+    assert (third.mean.asnumpy().tolist(), third.count.asnumpy().tolist()) == (at_save.tolist(), [6])
+    load_weights({p.name: p.copy() for p in again.get_parameters()}, third)  # which are not of the file
+    assert third.mean.asnumpy().tolist() == at_save.tolist()
+
+    with recorded_warnings() as caught:
+        with patch("ms_accum.checkpoint.checkpoint.buffers_of", lambda network: {}):
+            save_checkpoint("old.safetensors", again, second)
+        load_checkpoint("old.safetensors", *build())
+    assert [str(warning.message).partition("differs from this one: ")[2] for warning in caught] == [
+        "buffer count starts afresh, buffer mean starts afresh"]
+
+
+@pytest.mark.parametrize("changes", [True, False])
+@pytest.mark.parametrize("driver", ["step", "eager", "cell"])
+def test_a_buffer_that_changes_in_a_graph_is_reported(driver, changes):
+    """Each call begins with its first value there. Controls: op by op, as also in a cell (in graph mode, MindSpore
+    raises an error for it); one that does not change."""
+    network = Centred(changes)
+    if driver == "cell":
+        train_step = TrainOneStepCell(network, nn.SGD(network.trainable_params(), 0.01), 1)
+    else:
+        train_step = make_train_step(network, nn.SGD(network.trainable_params(), 0.01), 1, eager=driver == "eager")
+    with recorded_warnings() as caught:
+        for _ in range(5):
+            train_step(ms.Tensor(BATCH))
+        train_step.flush()
+    is_wrong = network.count.asnumpy().tolist() != [8 if changes else 3]
+    assert is_wrong == (changes and driver == "step")
+    assert [str(warning.message).partition(" (reg")[0] for warning in caught] == is_wrong * ["the buffer Centred.mean"]
 
 
 @pytest.mark.usefixtures("uncompiled")
