@@ -410,6 +410,18 @@ def test_a_mean_over_a_mask_needs_its_weights(level, activation, hidden, counts,
     assert report.max_relative_difference < 1e-5
 
 
+def test_a_random_loss_may_be_equal_twice_by_chance():
+    """In the two evaluations that are compared first. Control: a loss that does not change."""
+    for values, found in (((1.0,) * 5 + (1.5, 1.2), [("lucky", "function", "random")]), ((1.0,), [])):
+        network, drawn = MLP(), iter(values)
+
+        def lucky(x, y, network=network, drawn=drawn):  # the batch and two pieces are run before
+            return ops.cross_entropy(network(x), y) * next(drawn, 1.0)
+
+        report = check_equivalence(lucky, network, ROWS, 4)
+        assert (report.ok, causes(report)) == (None if found else True, found)
+
+
 def test_a_sum_of_two_means_asks_for_losses():
     """Boxes per target, and objectness per cell: two losses make it exact, with their two weights."""
     network = MLP(classes=4)
