@@ -34,8 +34,9 @@ def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network:
     Raises:
         TypeError: If an argument is of the wrong kind.
         FileNotFoundError, CheckpointError: If there is no such file, or it is damaged.
-        ValueError: If a parameter of the network is missing, or has another shape, or if the dict holds no copies, but
-            the memory of the network (`Tensor(parameter)` and `parameter.asnumpy()` do). Nothing is then changed.
+        ValueError: If a parameter of the network is missing, or has another shape, or if the dict holds memory of the
+            network instead of a copy (`Tensor(parameter)`, `parameter.asnumpy()`, `parameter.astype(...)` of the same
+            dtype). Nothing is then changed.
 
     Source: `mindspore.load_param_into_net`.
 
@@ -61,9 +62,13 @@ def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network:
             raise ValueError(f"{name} is {'' if name not in given else 'of shape '}{found} in {where}, expected shape "
                              f"{tuple(parameter.shape)}; give the weights of this network, or only a part of it as "
                              "network")
-    if parameters and all(_address_of(given[name]) == address_of(p) != 0 for name, p in parameters.items()):
-        raise ValueError(f"{where} holds the memory of the network, so its values are the present ones, whenever it "
-                         "was made; keep copies, such as {p.name: p.copy() for p in network.get_parameters()}")
+    shared = [name for name, p in parameters.items() if _address_of(given[name]) == address_of(p) != 0]
+    # A dict of the network's own Parameters, with others in place of some, is right.
+    kept = [name for name in shared if len(shared) == len(parameters) or given[name] is not parameters[name]]
+    if kept:
+        raise ValueError(f"{where} holds the memory of the network ({kept[0]}), so its values are the present ones, "
+                         "whenever it was made; keep copies, such as {p.name: p.copy() for p in "
+                         "network.get_parameters()}")
     for name, parameter in held.items():
         ops.assign(parameter, Tensor(given[name]).astype(parameter.dtype))
 

@@ -1190,7 +1190,7 @@ def test_weights_that_do_not_fit_are_refused():
     (lambda p: p, False), (ms.Tensor, False), (lambda p: p.astype(ms.float32), False), (lambda p: p.asnumpy(), False),
     (lambda p: p.copy(), True), (lambda p: p.asnumpy().copy(), True), (lambda p: ms.Tensor(p.asnumpy()), True)])
 def test_weights_that_were_kept_without_a_copy_are_refused(keep, holds):
-    """They are the present ones. Controls: copies; a dict of which only a part is the network's memory."""
+    """They are the present ones. Controls: copies; the network's own Parameters, with another in the place of one."""
     network, train_step = built(sgd(0.1))
     best = {p.name: keep(p) for p in network.get_parameters()}
     moved(network, train_step)
@@ -1198,9 +1198,12 @@ def test_weights_that_were_kept_without_a_copy_are_refused(keep, holds):
     if holds:
         load_weights(best, network)
     else:
-        with pytest.raises(ValueError, match=r"^source holds the memory of the network, so .*; keep copies, such as"):
+        with pytest.raises(ValueError, match=r"^source holds the memory of the network \(weight\), so .*; keep copies"):
             load_weights(best, network)
-        load_weights({**best, "weight": ms.Tensor([[1.0, 1.0]])}, network)
+        if best["bias"] is not network.bias:
+            with pytest.raises(ValueError, match=r"^source holds the memory of the network \(bias\), so "):
+                load_weights({**best, "weight": ms.Tensor([[1.0, 1.0]])}, network)
+        load_weights({**network.parameters_dict(), "weight": ms.Tensor([[1.0, 1.0]])}, network)
     assert network.weight.asnumpy().tolist() == [[1, 1]]
 
 
