@@ -836,7 +836,7 @@ class Boundary:
 
     def note_used(self, layers: list[nn.Cell], parameters: list[Parameter]) -> None:
         """Note the layers and Parameters that a train step or a cell was found to use."""
-        self.layers = layers
+        self.layers += layers
         self.memory.note_used(layers, parameters)
 
     def note_other_load(self, path: str, name: str) -> None:

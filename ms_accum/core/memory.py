@@ -2,7 +2,7 @@
 
     after the first microbatch    where are parameters, rates, and what else is used?
     after an update               where is the optimizer's state? It may have been moved to a device.
-    after 1, 2, 4, 8, ... updates, at each epoch, flush, save and load: still there?
+    at each epoch, flush, save and load, and after 1, 2, 4, 8, ... updates of a train step: still there?
 """
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ class Memory:
 
     def note_used(self, layers: Sequence[nn.Cell], parameters: Sequence[Parameter]) -> None:
         """Note which layers and Parameters are used, before the first graph is compiled."""
-        self.used = [*parameters]
+        self.used += parameters
         buffers = {id(held): (name, layer) for layer in layers for name, held in layer.named_buffers(recurse=False)}
-        self._buffers = [(name, layer, _checksum(layer, name)) for name, layer in buffers.values()]
+        self._buffers += [(name, layer, _checksum(layer, name)) for name, layer in buffers.values()]
 
     def note_load(self) -> None:
         """Note that a checkpoint was loaded."""

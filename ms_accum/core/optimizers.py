@@ -261,13 +261,14 @@ def is_compiled(optimizer: object) -> bool:
     A subclass, or a Cell that holds such an optimizer, may call them.
     """
     holder, network = _holder_and_network(optimizer)
-    return any(_calls_compiled(type(each)) for each in (optimizer, *(held for _, held in _inside(holder, network))))
+    held = [cell for _, cell in _inside(holder, network) if isinstance(getattr(cell, "parameters", None), (tuple, list))]
+    return any(_calls_compiled(type(each)) for each in (optimizer, *held))  # not of its schedules
 
 
 def _calls_compiled(kind: type) -> bool:
     for base in kind.__mro__:
         if base.__module__.startswith(_COMPILED):
-            return base.__name__ != "Optimizer"  # the base of all
+            return True
         code = getattr(unwrap(vars(base).get("construct", _calls_compiled)), "__code__", None)
         if "construct" in vars(base) and (code is None or all("construct" not in each.co_names
                                                               for each in _codes_in(code))):

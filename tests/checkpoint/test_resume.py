@@ -561,8 +561,23 @@ class OfMyOwn(nn.Momentum):
         return True
 
 
+class Scheduled(nn.Optimizer):
+    """The same, with a list of rates, which is a Cell of MindSpore's."""
+
+    def __init__(self, parameters, learning_rate, momentum):
+        super().__init__([learning_rate] * 99, parameters)
+        self.momentum, self.moments = momentum, self.parameters.clone(prefix="moment", init="zeros")
+
+    def construct(self, gradients):
+        rate = self.get_lr()
+        for parameter, gradient, moment in zip(self.parameters, gradients, self.moments):
+            ops.assign(moment, moment * self.momentum + gradient)
+            ops.assign_sub(parameter, moment * rate)
+        return True
+
+
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("optimizer", [nn.Momentum, Clipping, Named, Holding, OfMyOwn])
+@pytest.mark.parametrize("optimizer", [nn.Momentum, Clipping, Named, Holding, OfMyOwn, Scheduled])
 def test_what_was_replaced_under_an_optimizer_of_ones_own(optimizer, eager):
     """It may end in MindSpore's, which is compiled also op by op. Controls: one whose updates run op by op sees all
     that was replaced; `ops.assign` counts everywhere."""
@@ -571,14 +586,15 @@ def test_what_was_replaced_under_an_optimizer_of_ones_own(optimizer, eager):
         assert len(list(train_step.epoch([BATCH] * 3))) == 3
         made = getattr(train_step.accumulator.optimizer, "inner", train_step.accumulator.optimizer)
         train_step.flush()  # after the first update
-        state = {"weight": network.weight, "moment": made.moments[0], "rate": made.learning_rate}[which]
+        state = {"weight": network.weight, "moment": made.moments[0],
+                 "rate": next(iter(rates_of(made).values()))}[which]
         change(state, ops.full_like(state, 7))
         assert len(list(train_step.epoch([BATCH] * 3))) == 3
         return network.weight.asnumpy().tolist()
 
     for which in ("weight", "moment", "rate"):
         expected = run(ops.assign, which)
-        if eager and optimizer is OfMyOwn:
+        if eager and optimizer in (OfMyOwn, Scheduled):
             assert run(ms.Parameter.set_data, which) == expected
         else:
             with pytest.raises(RuntimeError, match=r"was given new memory after the training had begun"):
@@ -742,6 +758,31 @@ def test_state_of_an_optimizer_that_was_replaced_is_reported(optimizer, name, dr
     run(ms.Parameter.set_data, after=0)
     with pytest.raises(RuntimeError, match=rf"^\S*{name} of the optimizer was given new memory after the training"):
         run(ms.Parameter.set_data)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_state_may_be_replaced_before_the_first_update(is_loaded, eager):
+    """No graph knows it yet, also in a run that goes on. Control: after an update."""
+    def build():
+        return built(lambda network: nn.Momentum(network.trainable_params(), 0.1, 0.9), eager=eager)
+
+    network, train_step = build()
+    if is_loaded:
+        for _ in range(4):
+            train_step(BATCH)
+        save_checkpoint("c.safetensors", network, train_step)
+        network, train_step = build()
+        load_checkpoint("c.safetensors", network, train_step)
+    moment = train_step.accumulator.optimizer.moments[0]
+    train_step(BATCH)
+    save_checkpoint("c.safetensors", network, train_step)
+    moment.set_data(ms.Tensor([[5.0, 5.0]]))
+    assert moved(network, train_step, 1) == 0.55
+    train_step.flush()
+    moment.set_data(ms.Tensor([[5.0, 5.0]]))
+    with pytest.raises(RuntimeError, match=r"of the optimizer was given new memory"):
+        train_step.flush()
 
 
 @pytest.mark.parametrize("held", [0, 1])
