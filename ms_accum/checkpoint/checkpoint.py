@@ -243,7 +243,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         found, notes = _together(ranks, lambda: run.checked(path, entries, about, keep_rates), CheckpointError)
         own = partial(_own, about, rank if run.exchanged_alike(about) else 0)
         before = run.of_others(others)
-        with boundary.loading(about["open"], run.exchanged_alike(about), own("losses"), about.get("loops", False),
+        has_place = run.exchanged_alike(about) and about.get("has_place", True)  # older files do not say it
+        with boundary.loading(about["open"], has_place, own("losses"), about.get("loops", False),
                               own("trained_samples")):
             for name, entry in found.items():
                 run.take(name, _value(entry, ranks))
@@ -318,7 +319,7 @@ class _State:
         given: What the script gave the optimizer; see `given_to`.
         reached: Of these, the rates that differ now.
         losses: Those of the open window that a `WindowLog` has seen.
-        samples, first_options: See `Boundary`.
+        samples, has_place, first_options: See `Boundary`.
         options: What these are now.
     """
 
@@ -360,7 +361,8 @@ class _State:
         self.given = boundary.given
         self.reached = {name: text for name, text in rate_texts(optimizer).items()
                         if self.given.get(name, {}).get(name, text) != text}
-        self.losses, self.loops, self.samples = boundary.losses(), boundary.has_epochs, boundary.samples
+        self.losses, self.samples = boundary.losses(), boundary.samples
+        self.loops, self.has_place = boundary.has_epochs, boundary.has_place
         self.first_options, self.options = boundary.first_options, options_of_groups(optimizer)
 
     def warn_of_unsaved(self) -> None:
@@ -406,7 +408,8 @@ class _State:
         entries = {name: p.asnumpy() for name, p in self.entries.items() if name not in left_out}
         about = {**self.settings, "open": is_open, "extra": extra, "given": self.given, "reached": self.reached,
                  "of_stages": self.of_stages, "losses": self.losses if is_open else (), "loops": self.loops,
-                 "trained_samples": self.samples, "options": [self.first_options, self.options]}
+                 "has_place": self.has_place, "trained_samples": self.samples,
+                 "options": [self.first_options, self.options]}
         if ranks > 1:
             self._gather(part, entries, about)
         return entries, about

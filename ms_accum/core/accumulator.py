@@ -299,7 +299,7 @@ class Accumulator(Uncopied):
                     boundary.end_batch(loop, (epochs, trained))
             if is_empty and skip == 0:
                 warn_of_no_batch("accumulator")
-            self.flush()
+            boundary.flush(ends_epoch=True)
             boundary.end_epoch(is_empty)
         except GeneratorExit:  # the loop was left
             raise

@@ -194,6 +194,7 @@ class Boundary:
         loop: Number of loops over an epoch that have begun.
         since_load: Number of calls that trained a microbatch, or would have, since a checkpoint was loaded.
         has_epochs: Whether there was one, also in the run that was loaded.
+        has_place: Whether `trained` counts the batches of this rank, not those of rank 0 in another exchange.
         is_driven: Whether a train step or a cell fills the accumulator; then nothing can be added by hand.
         eager: Whether the host runs op by op.
         generation: How often all graphs were forgotten.
@@ -229,17 +230,16 @@ class Boundary:
         self._unread = 0  # microbatches of a cell since the last read of skips
         self.held = self.updates = self.epochs = self.trained = self.size = self.others = self.loop = 0
         self.samples = Samples()
-        self.has_epochs = False
+        self.has_epochs, self.has_place = False, True
         self._place: Optional[tuple[int, int]] = None  # epochs and trained before a microbatch that has no place
         self._after_batch: Optional[tuple[int, int]] = None  # the place after the batch of a loop by hand
         self._calls = 0  # of this batch
         self._is_moved = False  # whether a checkpoint was loaded since the last loop has begun, or gone on
         self._is_loaded = False  # whether a checkpoint was loaded, and nothing was trained since
-        self._has_place = True  # whether it says what this rank has trained
         self._is_interrupted = False  # whether the last loop over an epoch was
         self._may_be_full = False  # whether a call by hand has begun and has not ended: it may have been interrupted
         self._is_in_epoch = False  # whether a loop over an epoch has begun, and no flush has ended since
-        self._is_ended = False  # whether the flush of an epoch was the last thing that happened
+        self._ended: Optional[tuple[int, int]] = None  # windows and microbatches after the flush of an epoch, if last
         self._on_update: list[tuple[int, Callable[[], object]]] = []
         self.forget()
         register(window.number, self)
@@ -249,6 +249,7 @@ class Boundary:
         self._missing: Optional[int] = None  # microbatches still needed, at least
         self._is_forgotten = True  # whether this was called since `begin`, e.g. by a load in a function of `on_update`
         self._has_fixed_length = False  # whether a step has said how many are missing
+        self._counts_on_device = False  # whether a cell has ended the last microbatch: the device closes what is full
 
     def forget_graphs(self) -> None:
         """Compile again: a graph in which a kernel has failed fails in all later calls (MindSpore 2.10)."""
@@ -262,7 +263,7 @@ class Boundary:
 
     # --- a microbatch -------------------------------------------------------------------------------------------------
 
-    def begin(self, missing: Optional[int] = None, in_epoch: bool = True) -> int:
+    def begin(self, missing: Optional[int] = None, in_epoch: bool = True, on_device: bool = False) -> int:
         """Begin a microbatch. Return how many microbatches the open window needs, at least, with this one.
 
         Call `end` after it. If that does not happen, because of an error or an interrupt, the next `begin` reads the
@@ -273,6 +274,7 @@ class Boundary:
             in_epoch: Whether a loop over an epoch trains it. Once there was such a loop, a microbatch that a script
                 trains beside it (a hard batch again, a step that shares the accumulator) has no place in an epoch: a
                 resumed run would skip a batch for it.
+            on_device: Whether `end_on_device` will end it, so that the host need not know how many are missing.
 
         Raises:
             RuntimeError: If an error left a part of a batch in the open window, or stopped an update; if the
@@ -289,12 +291,15 @@ class Boundary:
         if self._is_doubled:  # not after each update: op by op, it waits for all that is queued
             self.require_same_memory()
             self._is_doubled = False
-        self.ask()
+        known = 1
+        if not (on_device and self._counts_on_device):
+            self.ask()
+            known = self._missing or 0
         if was_stopped and self.eager and self.trained == trained and self._has_statistics():
             warn(_STOPPED, UserWarning, stacklevel=2)
         self._warn_of_other_load()
         self._is_running = True
-        known, self._is_ended, self._place = self._missing, False, None
+        self._ended = self._place = None
         if in_epoch or not self.has_epochs:
             self._is_loaded = self._is_interrupted = False
         else:
@@ -303,7 +308,6 @@ class Boundary:
         self._is_forgotten = False  # what comes from here on and forgets, such as a load, holds in `end`, too
         self._has_fixed_length = missing is not None
         missing = known if missing is None else missing
-        assert missing is not None
         if missing <= 1:
             require_trainable(self.window.weights)
         return missing
@@ -325,7 +329,10 @@ class Boundary:
             self._place, self.others = None, self.others + 1
         if not self.memory.is_noted:
             self.memory.note()
+        exchange = self.window.exchange
         if is_applied:
+            if exchange.ranks > 1:
+                exchange.require_agreement()
             self._count_update()
         elif missing > 1:
             self.held, self._missing = self.held + 1, missing - 1
@@ -334,8 +341,11 @@ class Boundary:
             is_applied = self._close()
         else:
             status, accepted = self._read_at_boundary()
-            # A window whose length its step has fixed closes also if microbatches of it were skipped, but not all.
-            is_short = status.mini_step == 0 if self._has_fixed_length else status.needed > 0
+            # A window whose length its step has fixed closes also if microbatches of it were skipped, but not all;
+            # these, too, if other ranks wait.
+            is_short = status.needed > 0
+            if self._has_fixed_length:
+                is_short = status.mini_step == 0 and exchange.ranks == 1
             if is_short:  # a microbatch was skipped, or the window waits for its weight
                 self._warn_of_skips(status.skipped_in_row)
                 self.require_progress(status)
@@ -363,7 +373,7 @@ class Boundary:
             self.window.exchange.require_agreement()
             if self.window.stages and self.max_skips is None and not self._warned:
                 self._warn_of_skips(self.status().skipped_in_row)
-        self._missing = 1  # at least one, so that `begin` reads nothing: the device counts
+        self._counts_on_device = True
 
     def end_pieces(self, pieces: int, trained: int = 1) -> None:
         """End a microbatch whose pieces were added by other graphs; see `Window.end`."""
@@ -392,11 +402,11 @@ class Boundary:
         self._warn_of_other_load()
         self.require_same_memory()
         self.follow_groups()
-        if self._is_ended and not ends_epoch:
-            self._is_ended = False
-            return False, False
         self.forget()
         status, exchange, closed, applied = self._whole(), self.window.exchange, False, False
+        was_ended, self._ended = self._ended == (status.closed_windows, status.mini_step), None
+        if was_ended and not ends_epoch:
+            return False, False
         self._warn_of_skips(status.skipped_in_row)
         held, self.updates = status.mini_step, status.update_step
         while exchange.inside > 1:  # ranks that sum each microbatch: add empty ones until none of them has data
@@ -420,7 +430,8 @@ class Boundary:
         if closed:
             self._warn_of_empty(int(self.window.empty_windows), int(self.window.closed_windows))
         self.require_progress()
-        self._is_ended, self._is_in_epoch = ends_epoch, False
+        self._ended = (int(self.window.closed_windows), 0) if ends_epoch else None
+        self._is_in_epoch = False
         return closed, applied
 
     # --- an epoch -----------------------------------------------------------------------------------------------------
@@ -441,7 +452,7 @@ class Boundary:
         """
         self.require_same_memory()
         status = self.status()
-        self._after_batch = self._place = None
+        self._after_batch = self._place = self._ended = None
         trained = self._trained_of(status)
         was_left, self._is_in_epoch, self._is_moved, self.loop = self._is_in_epoch, True, False, self.loop + 1
         if resume is None or trained == 0:
@@ -461,7 +472,7 @@ class Boundary:
             return 0
         if not (self._is_loaded or self._is_interrupted):
             raise RuntimeError(_LEFT.format(status.epochs, trained))
-        if not self._has_place:
+        if not self.has_place:
             raise RuntimeError(_OTHER_RANKS)
         again = self._again(status, closed)
         if again > 0:
@@ -561,10 +572,10 @@ class Boundary:
         epochs, trained = self.window.place.asnumpy().tolist()
         self.others += trained
         self._set_place(epochs + (trained > 0 or is_empty), 0)
-        self._is_loaded, self._has_place, self._is_interrupted = False, True, False
+        self._is_loaded, self.has_place, self._is_interrupted = False, True, False
 
     def _set_place(self, epochs: int, trained: int) -> None:
-        self.epochs, self.trained = epochs, trained
+        self.epochs, self.trained, self._place = epochs, trained, None
         ops.assign(self.window.place, Tensor([epochs, trained], ms.int32))
 
     def keep_place(self) -> None:
@@ -796,7 +807,7 @@ class Boundary:
         self.settings["number of losses"] = "1"
         self.settings.pop("weights", None)  # only the script knows what they count
         self._filled_by_hand = True
-        self._is_ended = self._is_loaded = self._is_interrupted = False
+        self._is_loaded = self._is_interrupted = False
 
     def note_called(self, runs_op_by_op: bool, is_done: bool) -> None:
         """Note that a call which adds a microbatch by hand begins, or is done.
@@ -890,13 +901,14 @@ class Boundary:
         self.note_saved()
         self.logged = Logged(int(window.closed_windows), float(window.weight_sum), losses, True)
         self.recalled, self.since_load = self.logged, 0
-        self.reported, self._is_loaded, self._has_place, self._may_be_full = None, True, has_place, True
+        self.reported, self._is_loaded, self.has_place, self._may_be_full = None, True, has_place, True
         self._empty_before, self.samples = int(window.empty_windows), Samples(*samples)
         self._is_running, self._loaded_over = False, None
         self.memory.note_load()
-        self._is_ended = self._is_in_epoch = False
+        self._ended, self._is_in_epoch = None, False
         # Older files do not say whether there was a loop.
-        self.has_epochs, self._place, self._is_moved = has_epochs or int(window.place[0]) > 0, None, True
+        self.has_epochs, self._is_moved = has_epochs or int(window.place[0]) > 0, True
+        self._place = self._after_batch = None
 
     @property
     def gives_back(self) -> bool:

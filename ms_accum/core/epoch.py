@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice
-from typing import Any, Optional, TypeVar
+from typing import Any, TypeVar
 from warnings import warn
 
 from ..mindspore_api import Dataset, is_read_to_be_counted
@@ -74,22 +74,23 @@ def warn_of_no_batch(owner: str) -> None:
     warn(_EMPTY.format(owner), UserWarning, stacklevel=4)
 
 
-def without_first(skip: int, batches: Iterable, see: Optional[Callable[[Any], object]] = None) -> Iterable:
+def without_first(skip: int, batches: Iterable, see: Callable[[Any], object] = lambda batch: None,
+                  reads: bool = False) -> Iterable:
     """Return the batches but the first `skip`. Raise ValueError if there are fewer.
 
-    `see`: called with each of those. Without it, a `mindspore.dataset` skips them itself.
+    `see`: called with each of those that is read. `reads`: whether those of a `mindspore.dataset` are, too; else it
+    skips them itself.
     """
     if skip == 0:
         return batches
-    if isinstance(batches, Dataset) and see is None:
+    if isinstance(batches, Dataset) and not reads:
         held, rest = batches.get_dataset_size(), batches.skip(skip)  # type: int, Iterable
     else:
         rest = iter(batches)
         held = 0
         for batch in islice(rest, skip):
             held += 1
-            if see is not None:
-                see(batch)
+            see(batch)
     if held < skip:
         raise ValueError(f"{skip} microbatches of this epoch were trained before, but there are only {held} batches; "
                          "give all batches of the epoch, or give resume=False and only those not yet trained")

@@ -261,7 +261,7 @@ def is_compiled(optimizer: object) -> bool:
     A subclass, or a Cell that holds such an optimizer, may call them.
     """
     holder, network = _holder_and_network(optimizer)
-    held = [cell for _, cell in _inside(holder, network) if isinstance(getattr(cell, "parameters", None), (tuple, list))]
+    held = [each for _, each in _inside(holder, network) if hasattr(each, "parameters")]
     return any(_calls_compiled(type(each)) for each in (optimizer, *held))  # not of its schedules
 
 

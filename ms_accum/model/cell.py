@@ -144,6 +144,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         self._nothing = Pieces(accumulator.boundary, self._loss, 0, (), 1)
         self._mode: Optional[TrainMode] = None
         self._train_flags: Optional[tuple[bool, ...]] = None
+        self._changes: Optional[int] = None  # of options of the optimizer, in the last call; see `Boundary`
 
     def __call__(self, *batch: Any, **named: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """See the class. RuntimeError if an error left a part of a batch in the open window, or stopped an update."""
@@ -157,9 +158,9 @@ class TrainOneStepCell(Uncopied, nn.Cell):
             self._settle_driver()
             if samples == 0:
                 return self._count_nothing(batch)
-            changes = self._boundary.changes
-            self._boundary.begin()
-            if self._boundary.changes != changes:
+            self._boundary.begin(on_device=True)
+            changes, self._changes = self._changes, self._boundary.changes
+            if changes not in (None, self._changes):  # perhaps in a flush or a save
                 self.compile_cache.clear()
                 if not self._boundary.eager:
                     warn(_AGAIN, UserWarning, stacklevel=2)

@@ -252,20 +252,21 @@ class TrainStep(Uncopied):
         return self.boundary.skips(self._losses > 1) if resume else 0
 
     def _epoch(self, batches: Iterable, resume: Optional[bool]) -> Generator[Any, None, None]:
-        optimizer = self.accumulator.optimizer
         require_batched(batches)
         require_trainable(self.accumulator.weights)
-        require_rates(optimizer)
+        if not resume:
+            require_rates(self.accumulator.optimizer)
         skip, boundary = self._begin_epoch(resume), self.boundary
         loop, last, trained, is_first = boundary.loop, False, boundary.samples, skip > 0
         skipped: list[Any] = []
-        # Where all had one size, a dataset need not read what it skips.
-        batches = without_first(skip, batches,
-                                None if trained.each else lambda batch: skipped.append(self._samples_in(batch)))
+        # Where all had one size, a dataset need not read what it skips: the next batch tells.
+        batches = without_first(skip, batches, lambda batch: skipped.append(self._samples_in(batch)),
+                                reads=not trained.each)
         if skipped and None not in skipped:
             boundary.warn_of_other_samples(skip, sum(skipped))
+            is_first = False
         try:
-            for result, last in self._train_each(map(as_arguments, batches)):
+            for result, last in self._train_each(map(as_arguments, self._with_rates(batches))):
                 if is_first:
                     boundary.warn_of_other_size(skip, trained.each, last)
                     is_first = False
@@ -284,6 +285,16 @@ class TrainStep(Uncopied):
         except BaseException:
             boundary.note_interrupted(loop)
             raise
+
+    def _with_rates(self, batches: Iterable) -> Iterator:
+        """Yield the batches. Raise ValueError before the first one if its update has no rate; see `require_rates`.
+
+        A resumed epoch may have none: its list of rates is then used up, which is no error.
+        """
+        for place, batch in enumerate(batches):
+            if place == 0:
+                require_rates(self.accumulator.optimizer)
+            yield batch
 
     def _samples_in(self, batch: Any) -> Optional[int]:
         """Return the number of samples in a batch that is skipped; None if it is no batch that could be trained."""

@@ -66,6 +66,19 @@ def test_ranks_that_leave_epochs_early_meet_at_the_same_end(left_by):
     assert left_by("left_early") == [[pytest.approx(0, abs=1e-6), 12, 12]] * 2
 
 
+def test_a_flush_after_an_epoch_that_was_left_meets_those_that_have_ended_it(left_by):
+    """After an error in its first batch, and by hand. Controls: the epochs before and after, where all flush."""
+    assert left_by("left_by_an_error") == [[pytest.approx(0, abs=1e-6)] * 2] * 2
+
+
+def test_a_window_that_is_skipped_on_one_rank_closes_on_all(left_by):
+    """With several losses. Control: what has to raise an error, where each microbatch is a window, does so at once."""
+    found = left_by("skipped_window")
+    assert [rank[:4] for rank in found] == [["accepted", 3, 0, True], ["accepted", 3, 2, True]]
+    for *_, said in found:
+        assert re.match(DIFFER + "rank 0 evaluates with accumulator .*; rank 1 trains accumulator", said)
+
+
 def test_a_rank_that_leaves_a_window_of_several_losses_is_named_at_once(left_by):
     """Without the read before windows are weighed, and without its word, rank 0 waits as long as MindSpore does."""
     for found in left_by("left_inside"):

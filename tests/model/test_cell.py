@@ -5,8 +5,10 @@ test_callbacks.py.
 """
 
 import mindspore as ms
+import numpy as np
 import pytest
-from mindspore import mint, nn
+from mindspore import Tensor, mint, nn
+from mindspore.experimental import optim
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint, amp
 from support.model_runs import TwoCells, dataset, make_cell, train
 from support.modes import compiled_graphs, recorded_warnings
@@ -16,6 +18,17 @@ from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, save_checkp
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.modes import running
 from ms_accum.selftest.networks import MLP, batches, tensors
+
+
+class Mean(nn.Cell):
+    """The mean of a network's outputs, as a loss."""
+
+    def __init__(self, network):
+        super().__init__()
+        self.network = network
+
+    def construct(self, x):
+        return self.network(x).mean()
 
 
 def go_on(network, cell):
@@ -134,6 +147,31 @@ def test_a_microbatch_that_the_network_does_not_take_is_refused(mode, mode_named
         assert int(acc.mini_step) == 0
     train(cell)
     assert int(acc.update_step) == 2
+
+
+@pytest.mark.parametrize("between", ["nothing", "flush", "save"])
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+def test_an_option_that_was_changed_counts_whatever_comes_first(mode, between, mode_named, tmp_path):
+    """A weight decay of 0, after which a gradient of 0 moves nothing. Control: before, it does."""
+    mode_named(mode)
+    network = nn.Dense(2, 1, weight_init="ones").set_train()
+    optimizer = optim.SGD(network.trainable_params(), 0.1, weight_decay=0.5)
+    cell = TrainOneStepCell(Mean(network).set_train(), optimizer, 1)
+
+    def moved():
+        before = network.weight.asnumpy().copy()
+        cell(Tensor(np.zeros((2, 2)), ms.float32))
+        return not np.array_equal(before, network.weight.asnumpy())
+
+    assert [moved(), moved()] == [True, True]
+    optimizer.param_groups[0]["weight_decay"] = 0.0
+    with recorded_warnings() as caught:
+        if between == "flush":
+            cell.flush()
+        elif between == "save":
+            save_checkpoint(tmp_path / "run.safetensors", network, cell)
+        assert [moved(), moved()] == [False, False]
+    assert ["so the cell is compiled again" in str(each.message) for each in caught] == [True] * (mode == "graph")
 
 
 def test_a_cell_is_not_cast():

@@ -10,9 +10,9 @@ import pytest
 from mindspore import Tensor, nn, ops
 from support.modes import running
 from support.processes import MEMORY, run_python
-from support.training import LOSS, counting, gradient_of
+from support.training import LOSS, counting, gradient_of, sgd
 
-from ms_accum import TrainOneStepCell, make_grad_cache_step, make_train_step, save_checkpoint
+from ms_accum import Accumulator, TrainOneStepCell, make_grad_cache_step, make_train_step, save_checkpoint
 from ms_accum.selftest.comparing import difference
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 from ms_accum.steps.batch import layout
@@ -111,6 +111,26 @@ def test_a_window_with_a_part_of_a_batch_or_update_is_refused_until_it_is_reset(
         acc.window.mark_emptying()
         acc.boundary.forget()  # as an interrupt leaves it
     assert not Path("torn.safetensors").exists()
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_step_takes_over_a_window_that_a_cell_has_begun(pieces):
+    """The device counted until then. Control: the step alone."""
+    moved = []
+    for calls in ("sss", "css", "scs", "ccs", "csc", "ccsccs"):
+        network = MLP()
+        acc = Accumulator(sgd(network), 3, reduction="mean")
+        step = make_train_step(mean_loss(network), acc, pieces=pieces)
+        cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), acc)
+        held = []
+        for call in calls:
+            (step if call == "s" else cell)(*tensors(X, Y))
+            held.append((int(acc.mini_step), int(acc.update_step)))
+        assert held == [(i % 3, i // 3) for i in range(1, len(calls) + 1)]
+        moved.append([p.asnumpy() for p in network.get_parameters()])
+    for found in moved[1:-1]:
+        assert difference(found, moved[0]) < 1e-6
+    assert difference(moved[-1], moved[0]) > 1e-4
 
 
 QUESTION = (r"\nforward_fn failed on piece {} of 4{}; if it runs on the whole batch, does it use row numbers or the "

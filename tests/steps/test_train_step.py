@@ -243,7 +243,8 @@ def test_an_epoch_goes_on_at_the_place_of_a_checkpoint(way, losses, tmp_path):
 @pytest.mark.parametrize("is_dataset", [True, False])
 @pytest.mark.parametrize(("before", "after", "warns"), [
     ([8] * 6, [4] * 12, True), ([8] * 6, [16] * 3, True), ([8] * 6, [8] * 6, False), ([8, 4, 8, 8], [4] * 7, True),
-    ([8, 4, 8, 8], [8, 4, 8, 8], False), ([8, 4, 8, 8], [6] * 5, False), ([8] * 3, [8] * 2 + [3], False)])
+    ([8, 4, 8, 8], [8, 4, 8, 8], False), ([8, 8, 4, 8], [8, 8, 4, 8], False),
+    ([8, 4, 8, 8], [6] * 5, False), ([8] * 3, [8] * 2 + [3], False)])
 def test_another_microbatch_size_is_warned_of_where_an_epoch_goes_on(before, after, warns, is_dataset, tmp_path):
     """Batches are skipped by their number. Controls: the same sizes, as many samples, a smaller last microbatch.
 
@@ -495,7 +496,7 @@ def test_a_torn_update_is_refused_by_an_epoch_that_goes_on(losses):
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_the_place_of_other_ranks_is_forgotten_with_its_epoch():
+def test_the_place_of_other_ranks_is_forgotten_with_its_epoch(tmp_path):
     """Control: in that epoch, it is refused."""
     data, step = [tensors(*batch) for batch in batches([6] * 5)], step_of(2)
 
@@ -509,10 +510,52 @@ def test_the_place_of_other_ranks_is_forgotten_with_its_epoch():
         pass
     with pytest.raises(RuntimeError, match="with another number of ranks"):
         list(step.epoch(data, resume=True))
-    list(step.epoch(data[2:], resume=False))
+    for _ in islice(step.epoch(data[2:], resume=False), 2):
+        pass
+    save_checkpoint(tmp_path / "run.safetensors", network_of(step), step)
+    again = step_of(2)
+    load_checkpoint(tmp_path / "run.safetensors", network_of(again), again)
+    with pytest.raises(RuntimeError, match="with another number of ranks"):  # a file of that epoch says so, too
+        list(again.epoch(data, resume=True))
+    list(step.epoch(data))
     with pytest.raises(KeyboardInterrupt):
         list(step.epoch(stopped(), resume=True))
-    assert (len(list(step.epoch(data, resume=True))), step.epochs) == (2, 2)
+    assert (len(list(step.epoch(data, resume=True))), step.epochs) == (2, 3)
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize("more", [0, 2])
+def test_an_epoch_that_has_ended_is_resumed_without_a_rate(more, tmp_path):
+    """Its list of rates is used up, and its evaluation was stopped. Control: another epoch needs rates."""
+    def run():
+        network = MLP()
+        return network, make_train_step(mean_loss(network), sgd(network, [0.1] * (2 + more)), 2)
+
+    path = tmp_path / "run.safetensors"
+    network, train_step = run()
+    train_step.on_update(lambda: save_checkpoint(path, network, train_step))
+    assert len(list(train_step.epoch(BATCHES[:2] * 2))) == 4
+    network, train_step = run()
+    load_checkpoint(path, network, train_step)
+    assert list(train_step.epoch(BATCHES[:2] * 2, resume=True)) == []
+    assert (train_step.epochs, train_step.trained) == (1, 0)
+    if more:
+        assert len(list(train_step.epoch(BATCHES[:2] * 2))) == 4
+    for resume in (None, True):
+        with pytest.raises(ValueError, match=r"list of . learning rates is used up"):
+            list(train_step.epoch(BATCHES[:2], resume=resume))
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_an_error_beside_the_last_batch_leaves_the_end_of_the_epoch():
+    """A single call in the loop's body that fails. Control: before the last batch."""
+    for place in (0, 1):
+        train_step = step_of(2)
+        for i, _ in enumerate(train_step.epoch(BATCHES[:2])):
+            if i == place:
+                with pytest.raises((TypeError, ValueError, RuntimeError)):
+                    train_step(np.zeros((4, 7), np.float32), BATCHES[0][1])
+        assert (train_step.status().epochs, train_step.epochs, train_step.trained) == (1, 1, 0)
 
 
 @pytest.mark.usefixtures("uncompiled")

@@ -1,5 +1,6 @@
 """Ranks whose calls differ, as users' scripts have them: cases of `rank_cases.py`. Each rank has data of its own."""
 import os
+from itertools import chain
 from pathlib import Path
 from time import perf_counter, sleep
 
@@ -72,6 +73,65 @@ def left_early(rank):
         step.flush()
     off = max(np.abs(p - q).max() for p, q in zip(values(network.trainable_params()), plain(windows)))
     return float(off), int(step.accumulator.update_step), len(windows)
+
+
+def left_by_an_error(rank):
+    """Three epochs: rank 1 cannot read the first batch of the second, and flushes. Then two epochs by hand: it leaves
+    the first early, and both call `flush` after each.
+
+    Return the differences from plain training.
+    """
+    def broken():
+        raise OSError("no such file")
+        yield
+
+    network, step = built()
+    for epoch in range(3):
+        if (rank, epoch) == (1, 1):
+            assert said_by(list, step.epoch(broken())) == "OSError: no such file"
+            step.flush()
+        else:
+            list(step.epoch(data_of(rank, epoch, 8)))
+    windows = [joined(data_of(0, epoch, 8), data_of(1, epoch, 8 * (epoch != 1))) for epoch in range(3)]
+    other = MLP(seed=0)
+    accumulator = Accumulator(nn.SGD(other.trainable_params(), RATE), 2, reduction="mean", reducer=DataParallel())
+    for epoch in range(2):
+        for i, batch in enumerate(accumulator.epoch(data_of(rank, epoch, 8)), 1):
+            accumulator.backward(mean_loss(other)(*map(Tensor, batch)), weight=len(batch[0]))
+            if (rank, epoch, i) == (1, 0, 2):
+                break
+        accumulator.flush()
+    windows_by_hand = [joined(data_of(0, epoch, 8), data_of(1, epoch, 8 if epoch else 2)) for epoch in range(2)]
+    runs = (network, windows), (other, windows_by_hand)
+    return [float(max(np.abs(p - q).max() for p, q in zip(values(found.trainable_params()), plain([*chain(*trained)]))))
+            for found, trained in runs]
+
+
+def skipped_window(rank):
+    """Two losses, and on rank 1 a window without any finite gradient: what is said, and the counts.
+
+    Then, in windows of one microbatch, what a rank says that trains while rank 0 evaluates.
+    """
+    network = MLP(seed=0)
+    loss_fn = mean_loss(network)
+
+    def forward_fn(x, y):
+        loss = loss_fn(x, y)
+        return loss, 0.5 * loss
+
+    step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), RATE), 2, losses=2, reducer=DataParallel(),
+                           on_nonfinite="skip_microbatch")
+    data = [(x * np.float32(np.nan if rank == 1 and i in (2, 3) else 1), y)
+            for i, (x, y) in enumerate(data_of(rank, 0, 6))]
+    said, status = said_by(lambda: list(step.epoch(data))), step.status()
+    is_finite = bool(np.isfinite(values(network.trainable_params())[0]).all())
+    _, single = built(1)
+    batch = data_of(rank, 0, 1)[0]
+    single(*batch)
+    at_once = said_by(lambda: single.evaluate([batch]) if rank == 0 else single(*batch))
+    single.accumulator.exchange.forgive()
+    wait_for_all()
+    return said, status.update_step, status.skipped, is_finite, at_once
 
 
 def twins(rank):

@@ -56,12 +56,14 @@ from support.noisy_samples import Position, noisy
 from support.protocol_cases import (  # noqa: F401
     built_again,
     by_hand,
+    left_by_an_error,
     left_early,
     left_inside,
     own_all_reduce,
     reset_inside,
     said_by,
     saved_on_update,
+    skipped_window,
     twins,
     unmatched,
 )
@@ -103,7 +105,8 @@ FAST = ("fast",)
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_FEW, *_NOISE, *_ZERO, "traffic:window", "traffic:microbatch", "followed:jit", *_FILES, *_STUCK,
                  "logged:window", "logged:microbatch", "refusals", "apart", "sharded_later", "empty", "returned:window",
-                 "left_early", "left_inside", "saved_on_update", "evaluated", "unmatched", "built_again",
+                 "left_early", "left_by_an_error", "left_inside", "skipped_window", "saved_on_update", "evaluated",
+                 "unmatched", "built_again",
                  "stuck_in_flush", "failing"]),
     "others": (2, [*(case for case in _RUNS if case not in _FEW), "resumed:window", "resumed:zero2", "zero_defects",
                    "zero_model", "zero_own", "selftest"]),
