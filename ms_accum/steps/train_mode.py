@@ -1,7 +1,7 @@
 """The training mode of a network: warn if it is in evaluation mode, and detect when the mode changes."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from inspect import isfunction
 from itertools import chain
@@ -98,7 +98,7 @@ class TrainMode:
             warn(_UNSEEN.format(self._unseen, self._name), UserWarning, stacklevel=2)
         self._seen.add(mode)
         for network in self._networks:
-            name, layer = evaluating(network) or ("", None)
+            name, layer = evaluating(network, self._trained) or ("", None)
             if layer is not None and any(id(p) in self._trained for p in network.get_parameters()):
                 place = f"its layer {name} ({type(layer).__name__})" if name else "it"
                 warn(_EVALUATING.format(type(network).__name__, place), UserWarning, stacklevel=2)
@@ -125,10 +125,17 @@ class TrainMode:
                 layer.add_flags(training=mode)
 
 
-def evaluating(network: nn.Cell) -> Optional[tuple[str, nn.Cell]]:
-    """Return the first layer that depends on the mode, with its name, if the network and all such layers evaluate."""
+def evaluating(network: nn.Cell, trained: Container[int] = ()) -> Optional[tuple[str, nn.Cell]]:
+    """Return the first layer that depends on the mode, with its name, if the network and all such layers evaluate.
+
+    The network may be inside a Cell with the loss, which stays in training mode if a script sets the network alone:
+    then all layers that hold `trained` parameters, given by `id`, evaluate.
+    """
     layers = list(_dependent_layers(network))
-    if not layers or network.training or any(layer.training for _, layer in layers):
+    holders = [cell for _, cell in network.cells_and_names()
+               if any(id(p) in trained for _, p in cell.parameters_and_names(expand=False))]
+    is_training = network.training and (not holders or any(cell.training for cell in holders))
+    if not layers or is_training or any(layer.training for _, layer in layers):
         return None
     return layers[0]
 

@@ -128,11 +128,14 @@ def test_nothing_is_said_where_the_mode_is_right_or_makes_no_difference(layer, c
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("driver", [step_call, cell_call])
+@pytest.mark.parametrize("driver", [step_call, of_a_cell, cell_call])
 def test_a_network_that_stays_in_evaluation_mode_after_an_evaluation_is_warned_of_once(driver):
-    """As when `set_train()` is forgotten after it. Control: in training mode, and at a second call, nothing is said."""
+    """As when `set_train()` is forgotten after it, also where a Cell with the loss stays in training mode, as it does
+    in a `Model`. Control: in training mode, and at a second call, nothing is said."""
     network = with_layer(nn.BatchNorm1d(3)).set_train()
     step, said = driver(network, sgd(network)), []
+    if driver is cell_call:
+        step.set_train()
     for mode in (True, True, False, False, True, False):
         network.set_train(mode)
         with recorded_warnings() as caught:
