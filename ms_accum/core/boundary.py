@@ -38,7 +38,6 @@ from warnings import warn
 from weakref import finalize
 
 import mindspore as ms
-import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ..distributed.parallel_modes import shards
@@ -189,7 +188,6 @@ class Boundary:
             skipped), of updates done, of epochs finished, and of microbatches trained in this epoch. They are right
             while `is_known`, for a train step; a cell does not count.
         others: Number of microbatches that have no place in this epoch: in epochs before it, and apart; see `begin`.
-        size: Number of samples in the last microbatch.
         samples: Number of samples in the microbatches of this epoch.
         loop: Number of loops over an epoch that have begun.
         since_load: Number of calls that trained a microbatch, or would have, since a checkpoint was loaded.
@@ -228,7 +226,7 @@ class Boundary:
         self._empty_before = 0  # such windows of the run that was loaded
         self._dropped = 0  # windows dropped in a row
         self._unread = 0  # microbatches of a cell since the last read of skips
-        self.held = self.updates = self.epochs = self.trained = self.size = self.others = self.loop = 0
+        self.held = self.updates = self.epochs = self.trained = self.others = self.loop = 0
         self.samples = Samples()
         self.has_epochs, self.has_place = False, True
         self._place: Optional[tuple[int, int]] = None  # epochs and trained before a microbatch that has no place
@@ -321,7 +319,7 @@ class Boundary:
         self._is_running = False
         if self._place is None:
             self.trained += 1
-            self.size, before = samples, Samples(samples) if self.trained == 1 else self.samples
+            before = Samples(samples) if self.trained == 1 else self.samples
             each = samples if samples == before.each else 0
             self.samples = Samples(each, before.all + samples, before.microbatches + 1)
         else:
@@ -354,7 +352,7 @@ class Boundary:
             is_applied = self._close(accepted)
         if not self._is_forgotten:
             length = self.window.length
-            self.held, self._missing = 0, length.constant or length.length_after(self.updates)
+            self.held, self._missing = 0, length.constant or length.missing(0, self.updates)
         return is_applied
 
     def end_on_device(self) -> None:
@@ -460,12 +458,7 @@ class Boundary:
                 raise RuntimeError(_RESUMED.format(trained, status.epochs))
             if was_left and resume is None:
                 self.window.exchange.end_round()
-            if self.has_epochs:
-                self.end_epoch()  # if the last loop was left early
-            else:  # what single calls have trained before is no epoch
-                self.others += status.trained
-                self._set_place(status.epochs, 0)
-            self.has_epochs = True
+            self._leave_epoch(status)
             return 0
         self.has_epochs = True
         if not resume:
@@ -540,10 +533,8 @@ class Boundary:
         if not skips and status.trained > 0:
             if self._is_loaded:
                 warn(_NOT_SKIPPED.format(status.trained), UserWarning, stacklevel=3)
-            elif self.has_epochs:
-                self.end_epoch()  # one that was left early
-            else:  # what single calls have trained before is no epoch
-                self._set_place(status.epochs, 0)
+            else:
+                self._leave_epoch(status)
         self.has_epochs = True
 
     def warn_of_other_samples(self, skipped: int, samples: int) -> None:
@@ -553,13 +544,14 @@ class Boundary:
             found = f"in all, but those skipped have {samples}"
             warn(_OTHER_SIZE.format(skipped, before.all, found), UserWarning, stacklevel=3)
 
-    def warn_of_other_size(self, skipped: int, each: int, is_last: bool) -> None:
-        """Warn if the microbatch after `skipped` batches is not of the size that those had: `each`, if not 0.
+    def warn_of_other_size(self, skipped: int, before: Samples, is_last: bool) -> None:
+        """Warn if the microbatch after `skipped` batches is not of the size that those had: `before.each`, if not 0.
 
         The last one of the epoch may be smaller.
         """
-        if each and (self.size > each or (self.size < each and not is_last)):
-            found = f"each, but the next one has {self.size}"
+        each, size = before.each, self.samples.all - before.all
+        if each and (size > each or (size < each and not is_last)):
+            found = f"each, but the next one has {size}"
             warn(_OTHER_SIZE.format(skipped, each, found), UserWarning, stacklevel=3)
 
     def note_interrupted(self, loop: int) -> None:
@@ -573,6 +565,15 @@ class Boundary:
         self.others += trained
         self._set_place(epochs + (trained > 0 or is_empty), 0)
         self._is_loaded, self.has_place, self._is_interrupted = False, True, False
+
+    def _leave_epoch(self, status: Status) -> None:
+        """End an epoch that was left early. What single calls have trained before the first one is no epoch."""
+        if self.has_epochs:
+            self.end_epoch()
+        else:
+            self.others += status.trained
+            self._set_place(status.epochs, 0)
+        self.has_epochs = True
 
     def _set_place(self, epochs: int, trained: int) -> None:
         self.epochs, self.trained, self._place = epochs, trained, None
@@ -735,7 +736,7 @@ class Boundary:
         epochs, trained, update_step, mini_step, skipped, closed, in_row, unfinished, empty = map(int, numbers[:9])
         held, weight, norm, seen = numbers[9:]
         length = self.window.length
-        needed = length.missing(mini_step, update_step, length.is_full_of(mini_step, update_step, np.float32(held)))
+        needed = length.missing(mini_step, update_step, held)
         status = Status(update_step, mini_step, needed, int(seen), skipped, closed, weight, norm, in_row, unfinished,
                         epochs, trained, empty)
         self._warn_of_empty(status.empty_windows, status.closed_windows)
@@ -903,7 +904,7 @@ class Boundary:
         self.recalled, self.since_load = self.logged, 0
         self.reported, self._is_loaded, self.has_place, self._may_be_full = None, True, has_place, True
         self._empty_before, self.samples = int(window.empty_windows), Samples(*samples)
-        self._is_running, self._loaded_over = False, None
+        self._is_running, self._loaded_over, self._dropped = False, None, 0
         self.memory.note_load()
         self._ended, self._is_in_epoch = None, False
         # Older files do not say whether there was a loop.

@@ -51,7 +51,7 @@ class WindowLength:
 
     Attributes:
         description: A text that is equal for equal lengths; functions are compared at 0, 1, 2, 4, 8, ... 2**16 updates.
-        constant: What `length_after` returns, if that is the same after each update; else None.
+        constant: What `missing` returns for no microbatch, if that is the same after each update; else None.
         is_one: Whether each window holds one microbatch.
         longest: Largest number of microbatches in a window; for a function, the largest of the lengths in
             `description`. For `until_weight` without `at_most`, if each microbatch weighs at least 1.
@@ -79,7 +79,7 @@ class WindowLength:
         else:
             self.stages = ((0, _length("accumulate_step", accumulate_step, _REMEDY)),)
             self.description = str(self.stages[0][1])
-        self.constant = None if self.schedule or len(self.stages) > 1 else self.length_after(0)
+        self.constant = None if self.schedule or len(self.stages) > 1 else self.missing(0, 0)
         self.is_one = self.schedule is None and self.stages == ((0, 1),)
         longest = max(lengths) if self.schedule else max(length for _, length in self.stages)
         self.longest = longest if self.budget is None or longest < LARGEST_INT32 else ceil(self.budget)
@@ -127,20 +127,15 @@ class WindowLength:
             return int(self.length(Tensor(update_step, ms.int32)))
         return next(length for start, length in reversed(self.stages) if start <= update_step)
 
-    def missing(self, mini_step: int, update_step: int, full: bool) -> int:
-        """Return the least number of microbatches that a window still needs; 0 if it is full. For the host."""
-        if full or self.budget is not None:  # any one may bring the weight
-            return 0 if full else 1
-        return max(self.host_length(update_step) - mini_step, 0)
+    def missing(self, microbatches: int, update_step: int, weight: float = 0.0) -> int:
+        """Return the least number of microbatches that a window of so many, with this weight, still needs.
 
-    def length_after(self, update_step: int) -> int:
-        """Return the least number of microbatches in the window after `update_step` updates. For the host."""
-        return self.host_length(update_step) if self.budget is None else 1
-
-    def is_full_of(self, microbatches: int, update_step: int, weight: np.float32) -> bool:
-        """Return what `is_full` returns, computed on the host."""
-        reached = self.budget is not None and bool(weight >= np.float32(self.budget))
-        return reached or microbatches >= self.host_length(update_step)
+        It is 0 where `is_full` is true. For the host.
+        """
+        left = max(self.host_length(update_step) - microbatches, 0)
+        if self.budget is None:
+            return left
+        return int(left > 0 and not np.float32(weight) >= np.float32(self.budget))  # any one may bring the weight
 
 
 def length_of(accumulate_step: AccumulateStep) -> WindowLength:

@@ -106,7 +106,7 @@ class Window:
         unit: The unit of weights, a constant of graphs: 1, until the host sets it to the first piece's number of
             samples.
         weight_unit: The same as a Parameter, for checkpoints and for windows that are exchanged: float32 `()`.
-        is_in_use: Whether a graph holds the unit, or something was added op by op. The boundary sets it.
+        is_in_use: Whether a graph holds the unit, or something was added op by op; see `note_use`.
         unfinished: The sum of all marks, 0 if nothing is unfinished; see the top of this file: int32 `()`.
         taken: Pieces of an unfinished microbatch that no stage has skipped: int32 `()`.
         place: Number of finished epochs, and of microbatches trained since: int32 `(2,)`. One Parameter, so that an

@@ -12,7 +12,8 @@ from mindspore.ops import constexpr
 
 from ..arguments import Uncopied, fix_options, instance_of, one_of, with_options_of
 from ..core.accumulator import REDUCTIONS, Accumulator, Options
-from ..core.optimizers import INSTANCE, cell_prefix, own_name, require_same_parameters, state_of, warn_if_idle
+from ..core.optimizers import INSTANCE, cell_prefix, own_name, state_of, warn_if_idle
+from ..core.reach import require_same_parameters
 from ..core.stream import Stream
 from ..distributed.parallel_modes import require_plain
 from ..steps.batch import NETWORK, Loss, checked_axis, columns_of, layout, positional, positions_of, samples_in_graph

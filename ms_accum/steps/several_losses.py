@@ -180,7 +180,7 @@ class SeveralLossesStep(TrainStep):
         if weights.any():  # gradients are in this unit, or those of many tokens would overflow in float16
             self.window.fix_unit(float(weights[weights > 0][0]))
         total = np.add.accumulate(weights, dtype=np.float32)[-1]  # as the device adds
-        return self.window.length.is_full_of(len(window.batches), self.boundary.updates, total)
+        return self.window.length.missing(len(window.batches), self.boundary.updates, total) == 0
 
     def _train_window(self, window: KnownWindow, in_epoch: bool = True) -> Iterator[Any]:
         """Train on the microbatches of a window, and close it with the last one."""

@@ -11,7 +11,7 @@ from warnings import warn
 import numpy as np
 from mindspore import Parameter, nn
 
-from ..core.optimizers import held_by
+from ..core.reach import held_by
 from ..tensors import as_array
 
 _EVALUATING = ("{} is in evaluation mode, so {} computes as in evaluation: no Dropout, fixed statistics of "

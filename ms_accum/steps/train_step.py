@@ -18,16 +18,9 @@ from mindspore import nn
 from ..arguments import Uncopied, boolean, instance_of, one_of, require_callable, whole_number, with_options_of
 from ..core.accumulator import REDUCTIONS, Accumulator, Options
 from ..core.epoch import Epoch, warn_of_no_batch, without_first
-from ..core.optimizers import (
-    cells_of,
-    checked_parameters,
-    next_rates,
-    require_rates,
-    require_same_parameters,
-    set_rates,
-    warn_if_idle,
-)
+from ..core.optimizers import checked_parameters, next_rates, require_rates, set_rates, warn_if_idle
 from ..core.precision import warn_of_lost_gradients
+from ..core.reach import cells_of, require_same_parameters
 from ..core.stream import Stream
 from ..distributed.parallel_modes import require_plain, require_unsharded
 from ..distributed.ranks import computes_nothing
@@ -268,7 +261,7 @@ class TrainStep(Uncopied):
         try:
             for result, last in self._train_each(map(as_arguments, self._with_rates(batches))):
                 if is_first:
-                    boundary.warn_of_other_size(skip, trained.each, last)
+                    boundary.warn_of_other_size(skip, trained, last)
                     is_first = False
                 if last:
                     self._flush_after_last()

@@ -15,15 +15,8 @@ from support.differential.optimizers import OPTIMIZERS
 
 from ms_accum import Accumulator, load_checkpoint, save_checkpoint
 from ms_accum.core.facts import describe
-from ms_accum.core.optimizers import (
-    cells_of,
-    divided_state,
-    held_by,
-    next_rates,
-    require_same_parameters,
-    set_rates,
-    state_of,
-)
+from ms_accum.core.optimizers import divided_state, next_rates, set_rates, state_of
+from ms_accum.core.reach import cells_of, held_by, require_same_parameters
 from ms_accum.selftest.networks import MLP, mean_loss
 
 # Base classes, and wrappers and kernels that CPU has not (MindSpore 2.10). MindSpore 2.7 has no mint.FusedAdamW.
