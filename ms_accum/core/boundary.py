@@ -544,15 +544,11 @@ class Boundary:
             found = f"in all, but those skipped have {samples}"
             warn(_OTHER_SIZE.format(skipped, before.all, found), UserWarning, stacklevel=3)
 
-    def warn_of_other_size(self, skipped: int, before: Samples, is_last: bool) -> None:
-        """Warn if the microbatch after `skipped` batches is not of the size that those had: `before.each`, if not 0.
-
-        The last one of the epoch may be smaller.
-        """
-        each, size = before.each, self.samples.all - before.all
-        if each and (size > each or (size < each and not is_last)):
-            found = f"each, but the next one has {size}"
-            warn(_OTHER_SIZE.format(skipped, each, found), UserWarning, stacklevel=3)
+    def warn_of_other_size(self, skipped: int, before: Samples, size: int) -> None:
+        """Warn if batches have another `size` than the `skipped` microbatches had: `before.each`, if that is not 0."""
+        if before.each not in (0, size):
+            found = f"each, but batches now have {size}"
+            warn(_OTHER_SIZE.format(skipped, before.each, found), UserWarning, stacklevel=3)
 
     def note_interrupted(self, loop: int) -> None:
         """Note that an error or an interrupt has ended this loop over an epoch, which may go on."""

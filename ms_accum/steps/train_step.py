@@ -30,6 +30,7 @@ from .batch import (
     Loss,
     as_arguments,
     as_tensors,
+    batch_size_of,
     checked_axis,
     checked_pieces,
     columns_of,
@@ -250,18 +251,22 @@ class TrainStep(Uncopied):
         if not resume:
             require_rates(self.accumulator.optimizer)
         skip, boundary = self._begin_epoch(resume), self.boundary
-        loop, last, trained, is_first = boundary.loop, False, boundary.samples, skip > 0
+        loop, last, trained = boundary.loop, False, boundary.samples
         skipped: list[Any] = []
-        # Where all had one size, a dataset need not read what it skips: the next batch tells.
+        # Where all had one size, a dataset need not read what it skips: it knows its own size, or the next batch tells.
+        size = batch_size_of(batches) if skip > 0 and trained.each else 0
         batches = without_first(skip, batches, lambda batch: skipped.append(self._samples_in(batch)),
                                 reads=not trained.each)
-        if skipped and None not in skipped:
+        is_first = skip > 0 and not size and (not skipped or None in skipped)
+        if size:
+            boundary.warn_of_other_size(skip, trained, size)
+        elif skipped and None not in skipped:
             boundary.warn_of_other_samples(skip, sum(skipped))
-            is_first = False
         try:
             for result, last in self._train_each(map(as_arguments, self._with_rates(batches))):
-                if is_first:
-                    boundary.warn_of_other_size(skip, trained, last)
+                if is_first:  # the last batch may be smaller
+                    size = boundary.samples.all - trained.all
+                    boundary.warn_of_other_size(skip, trained, max(size, trained.each) if last else size)
                     is_first = False
                 if last:
                     self._flush_after_last()

@@ -1322,6 +1322,8 @@ def test_parameters_that_no_file_holds_are_warned_of():
                                  1, eager=True)
     train_step(BATCH)
     assert said(both)[0][0].startswith("teacher.weight is used in training, but is no Parameter of the network that is")
+    make_train_step(lambda x: head(encoder(x)).mean(), train_step.accumulator, eager=True)(BATCH)  # without the teacher
+    assert said(both)[0][0].startswith("teacher.weight is used in training, but is no Parameter of the network that is")
     other = make_train_step(teacher, nn.SGD(teacher.trainable_params(), 0.1), 1, eager=True)
     assert said(both) == []
     assert other.trained == 0

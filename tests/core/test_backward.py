@@ -12,7 +12,7 @@ from support.differential.optimizers import COMPILED_ONLY, OPTIMIZERS, build_opt
 from support.processes import MEMORY, run_python
 from support.training import sgd
 
-from ms_accum import Accumulator, mindspore_api
+from ms_accum import Accumulator, load_checkpoint, mindspore_api, save_checkpoint
 from ms_accum.core.stream import Stream
 from ms_accum.mindspore_api import recording
 from ms_accum.selftest.comparing import difference, relative, values
@@ -224,6 +224,25 @@ def test_a_gradient_in_the_loop_switches_recording_off_for_its_batch_alone():
         else:
             accumulator.backward(loss(*batch))
     assert accumulator.status()[:2] == (1, 0)
+
+
+def test_a_load_after_a_loop_that_was_left_holds_the_place_of_the_file(tmp_path):
+    """The next call by hand counts from it. Control: without a load, from the loop's."""
+    network, accumulator, loss, batch = parts()
+    trained = []
+    for loads in (True, False):
+        accumulator.reset()
+        for i, _ in enumerate(accumulator.epoch(range(9))):
+            accumulator.backward(loss(*batch))
+            if i == 0:
+                save_checkpoint(tmp_path / "c.safetensors", network, accumulator)
+            if i == 3:
+                break
+        if loads:
+            load_checkpoint(tmp_path / "c.safetensors", network, accumulator)
+        accumulator(ms.value_and_grad(loss, None, accumulator.weights)(*batch)[1])
+        trained.append(accumulator.status().trained)
+    assert trained == [2, 4]
 
 
 def test_a_window_that_is_closed_late_or_by_an_update_that_fails_changes_nothing_else(monkeypatch):

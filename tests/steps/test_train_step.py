@@ -244,7 +244,8 @@ def test_an_epoch_goes_on_at_the_place_of_a_checkpoint(way, losses, tmp_path):
 @pytest.mark.parametrize(("before", "after", "warns"), [
     ([8] * 6, [4] * 12, True), ([8] * 6, [16] * 3, True), ([8] * 6, [8] * 6, False), ([8, 4, 8, 8], [4] * 7, True),
     ([8, 4, 8, 8], [8, 4, 8, 8], False), ([8, 8, 4, 8], [8, 8, 4, 8], False),
-    ([8, 4, 8, 8], [6] * 5, False), ([8] * 3, [8] * 2 + [3], False)])
+    ([8, 4, 8, 8], [6] * 5, False), ([8] * 3, [8] * 2 + [3], False),
+    ([8] * 4, [16] * 2, True), ([8] * 5, [16, 16, 8], True)])  # nothing is left, or as little as before
 def test_another_microbatch_size_is_warned_of_where_an_epoch_goes_on(before, after, warns, is_dataset, tmp_path):
     """Batches are skipped by their number. Controls: the same sizes, as many samples, a smaller last microbatch.
 
@@ -544,6 +545,7 @@ def test_an_epoch_that_has_ended_is_resumed_without_a_rate(more, tmp_path):
     for resume in (None, True):
         with pytest.raises(ValueError, match=r"list of . learning rates is used up"):
             list(train_step.epoch(BATCHES[:2], resume=resume))
+        assert train_step.status().mini_step == 0
 
 
 @pytest.mark.usefixtures("uncompiled")
