@@ -182,14 +182,24 @@ class Boundary:
         window: The open window on the device.
         settings: Settings that must be equal in a run that resumes in the middle of a window. The driver adds its own.
         max_skips: The number of skips in a row that raise no error; None: any number.
+        of_hook: Parameters of `after_update`.
 
     Attributes:
+        memory: Where the memory of all that is used is.
+        layers: That train steps or cells were found to use.
         held, updates, epochs, trained: Number of microbatches in the open window (at most, because some may have been
             skipped), of updates done, of epochs finished, and of microbatches trained in this epoch. They are right
             while `is_known`, for a train step; a cell does not count.
         others: Number of microbatches that have no place in this epoch: in epochs before it, and apart; see `begin`.
         samples: Number of samples in the microbatches of this epoch.
-        loop: Number of loops over an epoch that have begun.
+        loop: The number of the last loop over an epoch, counted as they begin.
+        saved: Windows closed and microbatches open at the last checkpoint.
+        reported: The value of `skipped` when an error about it was last raised.
+        given: What the script gave the optimizer, once that is noted.
+        first_options: What the optimizer's `param_groups` held then.
+        logged: What a `WindowLog` has seen of the open window, which it writes here.
+        recalled: What of that a checkpoint held. It is another object after each load, which tells the log of it.
+        used_rates: Learning rates of the last update, if others may have been set since.
         since_load: Number of calls that trained a microbatch, or would have, since a checkpoint was loaded.
         has_epochs: Whether there was one, also in the run that was loaded.
         has_place: Whether `trained` counts the batches of this rank, not those of rank 0 in another exchange.
@@ -209,16 +219,16 @@ class Boundary:
         self._filled_by_hand = self._closed_in_graphs = self.has_own_graphs = False
         self.eager, self._graphs = True, {}  # type: bool, dict[str, Callable]
         self.generation = self.changes = 0
-        self.saved: Optional[tuple[int, int]] = None  # closed windows and open microbatches at the last checkpoint
-        self.reported: Optional[int] = None  # the value of `skipped` when an error about it was last raised
+        self.saved: Optional[tuple[int, int]] = None
+        self.reported: Optional[int] = None
         self._groups = len(options_of_groups(window.optimizer))
         self._options: Optional[list[dict[str, Any]]] = None  # of these, once they were read
-        self.first_options: list[dict[str, Any]] = []  # what these were then
-        self.given: dict[str, dict[str, str]] = {}  # what the script gave the optimizer, once that is noted
+        self.first_options: list[dict[str, Any]] = []
+        self.given: dict[str, dict[str, str]] = {}
         self.logged = self.recalled = Logged()
         self.since_load = 0
-        self.used_rates: Optional[tuple[float, ...]] = None  # of the last update, if others were set since, or may be
-        self.layers: list[nn.Cell] = []  # that a train step or a cell was found to use
+        self.used_rates: Optional[tuple[float, ...]] = None
+        self.layers: list[nn.Cell] = []
         self._is_doubled = False  # whether the last update was number 1, 2, 4, 8, ...
         self._is_running = False  # whether a microbatch has begun, and has not ended
         self._loaded_over: Optional[tuple[str, str]] = None  # a checkpoint of another one, and a weight it has changed
@@ -804,6 +814,7 @@ class Boundary:
         self.settings["number of losses"] = "1"
         self.settings.pop("weights", None)  # only the script knows what they count
         self._filled_by_hand = True
+        self._ended = None
         self._is_loaded = self._is_interrupted = False
 
     def note_called(self, runs_op_by_op: bool, is_done: bool) -> None:

@@ -218,9 +218,10 @@ class TrainStep(Uncopied):
         Args:
             batches: A batched `mindspore.dataset`, or any iterable of Tensors, tuples, lists or dicts (such as
                 `dataset.create_dict_iterator()`). NumPy arrays are copied, so a generator may fill them again.
-            resume: What to do in the middle of an epoch, after `load_checkpoint`, an error or an interrupt. True: skip
-                the batches that were trained before; `batches` are those of the whole epoch, in the same order. False:
-                `batches` are only the others. None: begin a new epoch, but not after `load_checkpoint`.
+            resume: What to do in the middle of an epoch: after `load_checkpoint`, or after an error or an interrupt
+                while a batch was read or trained (one in the loop's body is as `break`). True: skip the batches that
+                were trained before; `batches` are those of the whole epoch, in the same order. False: `batches` are
+                only the others. None: begin a new epoch, but not after `load_checkpoint`.
 
         Warns:
             UserWarning: If nobody iterates over it, because then nothing is trained; if there is no batch.
@@ -235,8 +236,9 @@ class TrainStep(Uncopied):
                 optimizer was built, if the optimizer's list of learning rates has no rate for the next update, or if
                 there are fewer batches than were trained before.
             RuntimeError: After `load_checkpoint` in the middle of an epoch, if `resume` is not given; with
-                `resume=True`, if the last loop was left by `break`. If this loop is to go on after another one has
-                begun. With several losses, if the last loop left a window open. Also if called in a compiled function.
+                `resume=True`, if the last loop was left by `break`, or by an error in its body. If this loop is to go
+                on after another one has begun. With several losses, if the last loop left a window open. Also if
+                called in a compiled function.
         """
         require_python("epoch of a train step", COMPILES)
         return Epoch(self._epoch(batches, resume), "train_step", "loss", batches, partial(self._skips, resume))
