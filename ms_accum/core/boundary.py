@@ -337,10 +337,7 @@ class Boundary:
             self._place, self.others = None, self.others + 1
         if not self.memory.is_noted:
             self.memory.note()
-        exchange = self.window.exchange
         if is_applied:
-            if exchange.ranks > 1:
-                exchange.require_agreement()
             self._count_update()
         elif missing > 1:
             self.held, self._missing = self.held + 1, missing - 1
@@ -353,7 +350,7 @@ class Boundary:
             # these, too, if other ranks wait.
             is_short = status.needed > 0
             if self._has_fixed_length:
-                is_short = status.mini_step == 0 and exchange.ranks == 1
+                is_short = status.mini_step == 0 and self.window.exchange.ranks == 1
             if is_short:  # a microbatch was skipped, or the window waits for its weight
                 self._warn_of_skips(status.skipped_in_row)
                 self.require_progress(status)

@@ -520,6 +520,8 @@ class TrainStep(Uncopied):
             # that adds the last microbatch and updates was measured: no faster, and one more backward pass to compile.
             is_alone = (graphs.alone is not None and missing == 1 and self.boundary.held == 0
                         and not self.boundary.changes)
+            if is_alone:  # it updates before the boundary could ask whether ranks agreed in the last window
+                self.window.exchange.require_agreement()
             began = perf_counter()
             result = (graphs.alone if is_alone else graphs)(*batch)  # type: ignore[misc]
             if key[0] and shapes not in self._shapes.compiled and not self._eager:  # an empty batch compiles nothing

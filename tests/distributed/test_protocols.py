@@ -72,7 +72,8 @@ def test_a_flush_after_an_epoch_that_was_left_meets_those_that_have_ended_it(lef
 
 
 def test_a_window_that_is_skipped_on_one_rank_closes_on_all(left_by):
-    """With several losses. Control: what has to raise an error, where each microbatch is a window, does so at once."""
+    """With several losses. Control: what has to raise an error, where each microbatch is a window, does so before the
+    next exchange."""
     found = left_by("skipped_window")
     assert [rank[:4] for rank in found] == [["accepted", 3, 0, True], ["accepted", 3, 2, True]]
     for *_, said in found:
