@@ -245,7 +245,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         before = run.of_others(others)
         has_place = run.exchanged_alike(about) and about.get("has_place", True)  # older files do not say it
         with boundary.loading(about["open"], has_place, own("losses"), about.get("loops", False),
-                              own("trained_samples")):
+                              own("samples")):
             for name, entry in found.items():
                 run.take(name, _value(entry, ranks))
                 # Otherwise MindSpore queues the entries, and holds several. Operations run in order, so that the entry
@@ -408,7 +408,7 @@ class _State:
         entries = {name: p.asnumpy() for name, p in self.entries.items() if name not in left_out}
         about = {**self.settings, "open": is_open, "extra": extra, "given": self.given, "reached": self.reached,
                  "of_stages": self.of_stages, "losses": self.losses if is_open else (), "loops": self.loops,
-                 "has_place": self.has_place, "trained_samples": self.samples,
+                 "has_place": self.has_place, "samples": self.samples,
                  "options": [self.first_options, self.options]}
         if ranks > 1:
             self._gather(part, entries, about)
@@ -424,7 +424,7 @@ class _State:
             place = part.with_name(f"{len(entries)}.state")
             entries[name] = together(lambda: on_disk(value, place) if self.exchange.rank == 0 else np.empty(0), OSError)
 
-        names = ("extra", "losses", "trained_samples")
+        names = ("extra", "losses", "samples")
         own, described = dict(entries), json.dumps([about[name] for name in names])
         require_alike({"what a checkpoint holds": repr([(name, p.dtype, p.shape) for name, p in self.entries.items()])},
                       "give every rank the same network and arguments")

@@ -87,8 +87,8 @@ _GOES_ON = ("{} microbatches that were trained before are in an open window, whi
 _LEFT = ("the last loop was left in epoch {} (counted from 0) after {} microbatches, so it is not known whether the "
          "epoch goes on; leave out resume to begin the next one, or give resume=False and only its other batches")
 _OTHER_SIZE = ("resume=True has skipped {} batches, because as many microbatches of this epoch were trained; these had "
-               "{} samples {}; if the microbatch size was changed, other samples were skipped than were trained: give "
-               "resume=False, and only the samples that are left")
+               "{} samples, but those skipped have {}; if the microbatch size was changed, other samples were skipped "
+               "than were trained: give resume=False, and only the samples that are left")
 _TWICE = ("{} microbatches of the open window are trained again, so statistics of BatchNorm move twice for them; save "
           "checkpoints of a step of several losses when train_step.updated is true")
 _STOPPED = ("an error or an interrupt stopped a microbatch, perhaps after its forward pass had moved statistics of "
@@ -149,12 +149,10 @@ class Samples(NamedTuple):
     """Count the samples of an epoch's microbatches, to notice where it goes on with batches of another size.
 
     Attributes:
-        each: Number in each microbatch; 0 if they differ, or it is not known.
-        all: Number in all of them.
-        microbatches: How many microbatches were counted. After an error or an interrupt, one may be missing.
+        all: Their number.
+        microbatches: In how many. After an error or an interrupt, one may be missing.
     """
 
-    each: int = 0
     all: int = 0
     microbatches: int = 0
 
@@ -329,9 +327,8 @@ class Boundary:
         self._is_running = False
         if self._place is None:
             self.trained += 1
-            before = Samples(samples) if self.trained == 1 else self.samples
-            each = samples if samples == before.each else 0
-            self.samples = Samples(each, before.all + samples, before.microbatches + 1)
+            before = Samples() if self.trained == 1 else self.samples
+            self.samples = Samples(before.all + samples, before.microbatches + 1)
         else:
             self.keep_place()
             self._place, self.others = None, self.others + 1
@@ -544,18 +541,18 @@ class Boundary:
                 self._leave_epoch(status)
         self.has_epochs = True
 
+    def trained_samples(self, microbatches: int) -> int:
+        """Return the number of samples in so many microbatches of this epoch; 0 if it is not known.
+
+        It is not after an interrupt, and for several losses in an open window.
+        """
+        return self.samples.all if self.samples.microbatches == microbatches else 0
+
     def warn_of_other_samples(self, skipped: int, samples: int) -> None:
         """Warn if the batches of this epoch that were `skipped` hold more or fewer samples than were trained."""
-        before = self.samples  # of other microbatches after an interrupt, or of several losses in an open window
-        if before.microbatches == skipped and before.all not in {0, samples}:
-            found = f"in all, but those skipped have {samples}"
-            warn(_OTHER_SIZE.format(skipped, before.all, found), UserWarning, stacklevel=3)
-
-    def warn_of_other_size(self, skipped: int, before: Samples, size: int) -> None:
-        """Warn if batches have another `size` than the `skipped` microbatches had: `before.each`, if that is not 0."""
-        if before.each not in (0, size):
-            found = f"each, but batches now have {size}"
-            warn(_OTHER_SIZE.format(skipped, before.each, found), UserWarning, stacklevel=3)
+        before = self.trained_samples(skipped)
+        if before not in (0, samples):
+            warn(_OTHER_SIZE.format(skipped, before, samples), UserWarning, stacklevel=3)
 
     def note_interrupted(self, loop: int) -> None:
         """Note that an error or an interrupt has ended this loop over an epoch, which may go on."""

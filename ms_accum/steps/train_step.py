@@ -253,23 +253,14 @@ class TrainStep(Uncopied):
         if not resume:
             require_rates(self.accumulator.optimizer)
         skip, boundary = self._begin_epoch(resume), self.boundary
-        loop, last, trained = boundary.loop, False, boundary.samples
-        skipped: list[Any] = []
-        # Where all had one size, a dataset need not read what it skips: it knows its own size, or the next batch tells.
-        size = batch_size_of(batches) if skip > 0 and trained.each else 0
-        batches = without_first(skip, batches, lambda batch: skipped.append(self._samples_in(batch)),
-                                reads=not trained.each)
-        is_first = skip > 0 and not size and (not skipped or None in skipped)
-        if size:
-            boundary.warn_of_other_size(skip, trained, size)
-        elif skipped and None not in skipped:
+        loop, last, skipped = boundary.loop, False, []  # type: int, bool, list[Any]
+        # A dataset whose batches have the size of those that were trained need not read what it skips.
+        reads = skip > 0 and boundary.trained_samples(skip) not in (0, skip * batch_size_of(batches))
+        batches = without_first(skip, batches, lambda batch: skipped.append(self._samples_in(batch)), reads)
+        if skipped and None not in skipped:
             boundary.warn_of_other_samples(skip, sum(skipped))
         try:
             for result, last in self._train_each(map(as_arguments, self._with_rates(batches))):
-                if is_first:  # the last batch may be smaller
-                    size = boundary.samples.all - trained.all
-                    boundary.warn_of_other_size(skip, trained, max(size, trained.each) if last else size)
-                    is_first = False
                 if last:
                     self._flush_after_last()
                 place = boundary.epochs, boundary.trained
