@@ -26,6 +26,11 @@ left. For a train step, the host counts down. It reads the device only where it 
 
 With several ranks, the host reads before a window closes, and at each flush, save and status, whether ranks agreed in
 the exchanges before.
+
+The place in an epoch (epochs finished, microbatches trained since) is on the device, where a graph counts as a whole or
+not at all. Once there was a loop over an epoch, only its microbatches count: `keep_place` takes back what a graph has
+counted for others. A load sets the place of the file; `begin_epoch` then says how many batches to skip. If the body of
+a loop loads, `go_on` brings the loop back to its own place.
 """
 from __future__ import annotations
 
