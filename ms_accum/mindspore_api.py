@@ -71,8 +71,7 @@ try:
 except ImportError:
     Symbol = None
 
-# The classes of datasets. Without one of them, no error says that a dataset has no batch operation, or should skip, and
-# an epoch that goes on reads the batches that it skips.
+# The classes of datasets. Without one of them, no error says that a dataset has no batch operation, or should skip.
 try:
     from mindspore.dataset.engine.datasets import (
         BatchDataset,

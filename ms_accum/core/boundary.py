@@ -546,18 +546,14 @@ class Boundary:
                 self._leave_epoch(status)
         self.has_epochs = True
 
-    def trained_samples(self, microbatches: int) -> int:
-        """Return the number of samples in so many microbatches of this epoch; 0 if it is not known.
-
-        It is not after an interrupt, and for several losses in an open window.
-        """
-        return self.samples.all if self.samples.microbatches == microbatches else 0
-
     def warn_of_other_samples(self, skipped: int, samples: int) -> None:
-        """Warn if the batches of this epoch that were `skipped` hold more or fewer samples than were trained."""
-        before = self.trained_samples(skipped)
-        if before not in (0, samples):
-            warn(_OTHER_SIZE.format(skipped, before, samples), UserWarning, stacklevel=3)
+        """Warn if the batches of this epoch that were `skipped` hold more or fewer samples than were trained.
+
+        It is not known after an interrupt, and for several losses in an open window.
+        """
+        trained, microbatches = self.samples
+        if microbatches == skipped and trained != samples:
+            warn(_OTHER_SIZE.format(skipped, trained, samples), UserWarning, stacklevel=3)
 
     def note_interrupted(self, loop: int) -> None:
         """Note that an error or an interrupt has ended this loop over an epoch, which may go on."""

@@ -6,7 +6,7 @@ from itertools import islice
 from typing import Any, TypeVar
 from warnings import warn
 
-from ..mindspore_api import Dataset, is_read_to_be_counted
+from ..mindspore_api import is_read_to_be_counted
 
 Item = TypeVar("Item")
 _UNUSED = ("nobody iterated over {0}.epoch(batches), so nothing was trained; write "
@@ -74,23 +74,19 @@ def warn_of_no_batch(owner: str) -> None:
     warn(_EMPTY.format(owner), UserWarning, stacklevel=4)
 
 
-def without_first(skip: int, batches: Iterable, see: Callable[[Any], object] = lambda batch: None,
-                  reads: bool = False) -> Iterable:
-    """Return the batches but the first `skip`. Raise ValueError if there are fewer.
+def without_first(skip: int, batches: Iterable, see: Callable[[Any], object] = lambda batch: None) -> Iterable:
+    """Return the batches but the first `skip`, which are read. Raise ValueError if there are fewer.
 
-    `see`: called with each of those that is read. `reads`: whether those of a `mindspore.dataset` are, too; else it
-    skips them itself.
+    The `skip` of a `mindspore.dataset` would read and map them, too (MindSpore 2.10).
+
+    `see`: called with each of those.
     """
     if skip == 0:
         return batches
-    if isinstance(batches, Dataset) and not reads:
-        held, rest = batches.get_dataset_size(), batches.skip(skip)  # type: int, Iterable
-    else:
-        rest = iter(batches)
-        held = 0
-        for batch in islice(rest, skip):
-            held += 1
-            see(batch)
+    rest, held = iter(batches), 0
+    for batch in islice(rest, skip):
+        held += 1
+        see(batch)
     if held < skip:
         raise ValueError(f"{skip} microbatches of this epoch were trained before, but there are only {held} batches; "
                          "give all batches of the epoch, or give resume=False and only those not yet trained")

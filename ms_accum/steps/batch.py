@@ -73,12 +73,6 @@ def require_batched(batches: Any) -> None:
         raise ValueError(_UNBATCHED.format(type(source).__name__))
 
 
-def batch_size_of(batches: Any) -> int:
-    """Return the number of samples in each batch of a `mindspore.dataset`, from its batch operation; 0 if unknown."""
-    size = batches.get_batch_size() if isinstance(batches, Dataset) else 0
-    return size if size > 1 else 0  # it is 1 where batches were made otherwise, and -1 if a function gives it
-
-
 def _source_of_samples(dataset: Dataset) -> Optional[Dataset]:
     """Return a MindSpore source that no batch operation follows, or None."""
     if isinstance(dataset, _BATCHED):

@@ -30,7 +30,6 @@ from .batch import (
     Loss,
     as_arguments,
     as_tensors,
-    batch_size_of,
     checked_axis,
     checked_pieces,
     columns_of,
@@ -254,9 +253,7 @@ class TrainStep(Uncopied):
             require_rates(self.accumulator.optimizer)
         skip, boundary = self._begin_epoch(resume), self.boundary
         loop, last, skipped = boundary.loop, False, []  # type: int, bool, list[Any]
-        # A dataset whose batches have the size of those that were trained need not read what it skips.
-        reads = skip > 0 and boundary.trained_samples(skip) not in (0, skip * batch_size_of(batches))
-        batches = without_first(skip, batches, lambda batch: skipped.append(self._samples_in(batch)), reads)
+        batches = without_first(skip, batches, lambda batch: skipped.append(self._samples_in(batch)))
         if skipped and None not in skipped:
             boundary.warn_of_other_samples(skip, sum(skipped))
         try:
