@@ -259,7 +259,6 @@ class Boundary:
         """Let the next microbatch begin with a read of the device, because the counts here may be wrong."""
         self._missing: Optional[int] = None  # microbatches still needed, at least
         self._is_forgotten = True  # whether this was called since `begin`, e.g. by a load in a function of `on_update`
-        self._has_fixed_length = False  # whether a step has said how many are missing
         self._counts_on_device = False  # whether a cell has ended the last microbatch: the device closes what is full
 
     def forget_graphs(self) -> None:
@@ -317,17 +316,16 @@ class Boundary:
             self._place = self.epochs, self.trained
         self.forget()  # `end` sets the counts again: after an error or an interrupt in between, the next call reads
         self._is_forgotten = False  # what comes from here on and forgets, such as a load, holds in `end`, too
-        self._has_fixed_length = missing is not None
         missing = known if missing is None else missing
         if missing <= 1:
             require_trainable(self.window.weights)
         return missing
 
-    def end(self, missing: int, is_applied: bool = False, samples: int = 0) -> bool:
+    def end(self, missing: int, is_applied: bool = False, samples: int = 0, is_fixed: bool = False) -> bool:
         """End a microbatch, and close its window if it is full. Return whether this made an update.
 
         `missing`: the result of `begin`. `is_applied`: whether the microbatch has updated as a window of its own.
-        `samples`: its number of samples.
+        `samples`: its number of samples. `is_fixed`: whether `begin` was told how many are missing.
         """
         self._is_running = False
         if self._place is None:
@@ -351,7 +349,7 @@ class Boundary:
             # A window whose length its step has fixed closes also if microbatches of it were skipped, but not all;
             # these, too, if other ranks wait.
             is_short = status.needed > 0
-            if self._has_fixed_length:
+            if is_fixed:
                 is_short = status.mini_step == 0 and self.window.exchange.ranks == 1
             if is_short:  # a microbatch was skipped, or the window waits for its weight
                 self._warn_of_skips(status.skipped_in_row)

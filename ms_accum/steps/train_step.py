@@ -501,12 +501,12 @@ class TrainStep(Uncopied):
         try:
             graphs = self._graphs_of(key)
             shapes = self._shapes_of(graphs, batch)
-            missing = self.boundary.begin(missing, in_epoch)
+            known = self.boundary.begin(missing, in_epoch)
             self._updated, self._before = None, self.boundary.updates
             # A window of one microbatch needs no buffers. But once an option of the optimizer has changed, its graph
             # would have to be compiled after each change, and Dropout would begin again. For longer windows, one graph
             # that adds the last microbatch and updates was measured: no faster, and one more backward pass to compile.
-            is_alone = (graphs.alone is not None and missing == 1 and self.boundary.held == 0
+            is_alone = (graphs.alone is not None and known == 1 and self.boundary.held == 0
                         and not self.boundary.changes)
             if is_alone:  # it updates before the boundary could ask whether ranks agreed in the last window
                 self.window.exchange.require_agreement()
@@ -514,7 +514,7 @@ class TrainStep(Uncopied):
             result = (graphs.alone if is_alone else graphs)(*batch)  # type: ignore[misc]
             if key[0] and shapes not in self._shapes.compiled and not self._eager:  # an empty batch compiles nothing
                 self._shapes.note(shapes, perf_counter() - began)
-            self._updated = self.boundary.end(missing, is_alone, key[0])
+            self._updated = self.boundary.end(known, is_alone, key[0], missing is not None)
         except Exception as error:
             self._name_columns(error, key, batch)
             self._explain(error)
