@@ -143,6 +143,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         self._shapes = Shapes(network, type(self).__name__)
         self._takes = (type(network).__name__, *positions_of(network))
         self._nothing = Pieces(accumulator.boundary, self._loss, 0, (), 1)
+        self._context = ms.get_context("mode")
         self._mode: Optional[TrainMode] = None
         self._train_flags: Optional[tuple[bool, ...]] = None
         self._changes: Optional[int] = None  # of options of the optimizer, in the last call; see `Boundary`
@@ -282,7 +283,11 @@ class TrainOneStepCell(Uncopied, nn.Cell):
 
     def _settle_driver(self) -> None:
         """Run op by op in PyNative mode, where gradients stream into their buffers, and by graphs in graph mode."""
-        eager = ms.get_context("mode") == ms.PYNATIVE_MODE
+        context = ms.get_context("mode")
+        if context != self._context:
+            self._context = context
+            self._loss.differentiate()
+        eager = context == ms.PYNATIVE_MODE
         self._boundary.run_as(eager)
         self._loss.stream = self._stream if eager else None
 

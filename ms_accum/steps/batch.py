@@ -344,8 +344,15 @@ class Loss:
         self.is_sum = reduction == "sum"
         self.is_divided = self.is_sum and window.looks_at_gradients
         self.is_added = self.is_sum and not self.is_divided  # without a factor
-        self.begun_grad_fn = ms.value_and_grad(self.begun, None, window.weights, has_aux=True)
-        self.grad_fn = ms.value_and_grad(self.scaled, None, window.weights, has_aux=True)
+        self.differentiate()
+
+    def differentiate(self) -> None:
+        """Build the functions of gradients again, once the mode of the context has changed.
+
+        Those that were built in graph mode are compiled in PyNative mode, too (MindSpore 2.10).
+        """
+        self.begun_grad_fn = ms.value_and_grad(self.begun, None, self.window.weights, has_aux=True)
+        self.grad_fn = ms.value_and_grad(self.scaled, None, self.window.weights, has_aux=True)
 
     def gradients_of(self, rows: Scalar, piece: tuple, begins: bool) -> dict[str, Any]:
         """Return the gradients of a piece of `rows` samples, with their "weight" and "factor" (see `Window.add`).

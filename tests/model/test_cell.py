@@ -149,6 +149,23 @@ def test_a_microbatch_that_the_network_does_not_take_is_refused(mode, mode_named
     assert int(acc.update_step) == 2
 
 
+@pytest.mark.parametrize("modes", ["ggppggg", "ppggppp", "gpgpgpp"])
+def test_a_cell_follows_the_mode_of_the_context(modes, mode_named):
+    """In the middle of a window, too, as a debugger may change it. Control: one mode; other data."""
+    def run(modes, seed=2):
+        mode_named({"g": "graph", "p": "pynative"}[modes[0]])
+        network = MLP()
+        cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), sgd(network), 3)
+        for mode, (x, y) in zip(modes[1:], batches([6] * 6, seed=seed)):
+            mode_named({"g": "graph", "p": "pynative"}[mode])
+            cell(*tensors(x, y))
+        return values(network.trainable_params()), int(cell.accumulator.update_step)
+
+    found, updates = run(modes)
+    assert updates == 2
+    assert difference(found, run("ppppppp")[0]) < 1e-6 < 1e-4 < difference(found, run("ppppppp", 3)[0])
+
+
 @pytest.mark.parametrize("between", ["nothing", "flush", "save"])
 @pytest.mark.parametrize("mode", ["graph", "pynative"])
 def test_an_option_that_was_changed_counts_whatever_comes_first(mode, between, mode_named, tmp_path):
