@@ -309,7 +309,7 @@ class WindowLog(Callback):
     def __call__(self, train_step: TrainStep, loss: Any = None) -> None:
         """Record the loss of a microbatch, after the call that trained it, and log its window if it was closed.
 
-        Also call it without a loss: after the last flush of your own, or an error in the last call of all, and before
+        Also call it without a loss: after each flush of your own, or an error in the last call of all, and before
         the first microbatch if you continue an open window. The next epoch begins when `train_step.trained` starts
         again.
 
@@ -329,6 +329,7 @@ class WindowLog(Callback):
         status = accumulator.status()
         boundary = accumulator.boundary
         recalled, is_loaded = _loaded_since(accumulator, self._recalled)  # then begin again
+        is_closed = recalled is not self._recalled  # a window, by hand, without a word to the log
         self._recalled = recalled
         if is_loaded and boundary.since_load == 0:
             loss = None  # of a microbatch that the load has undone, e.g. in a function of `on_update`
@@ -348,24 +349,31 @@ class WindowLog(Callback):
         if loss is None:
             self._catch_up()
         else:
-            self._follow(status)
+            # Whether a reset has dropped this microbatch, too.
+            is_dropped = is_closed and status.mini_step == 0 and status.closed_windows == self._closed
+            if not is_dropped:
+                self._follow(status, is_closed)
             # An interrupted microbatch has left no loss, but counts. A cell does not count them.
             trained = boundary.others + train_step.trained if isinstance(train_step, TrainStep) else None
             missed = 0 if trained is None or self._trained is None else trained - self._trained - 1
             self._warn_of_missed(missed)
             self._place = status.epochs + 1, self._place[1] + 1 + missed
             self._trained = trained
-            self._count(loss, getattr(train_step, "loss_weights", ()))
+            if is_dropped:
+                self._losses, self._weight = [], 0.0
+            else:
+                self._count(loss, getattr(train_step, "loss_weights", ()))
             self._log_closed()
         self._held, self._skipped = status.mini_step, status.skipped
 
-    def _follow(self, status: Status) -> None:
+    def _follow(self, status: Status, is_closed: bool) -> None:
         """Log the window that was closed before this microbatch, or forget one that was reset, or loaded over."""
         is_open, closed = status.mini_step > 0, status.closed_windows  # whether the microbatch is in an open window
         if is_open:
             self._log_closed()
         stands = closed == self._closed and status.skipped == self._skipped
-        if closed < self._closed or (stands and status.mini_step <= self._held):
+        is_reset = is_closed and not is_open and closed == self._closed + 1  # and this microbatch closed the next one
+        if closed < self._closed or is_reset or (stands and status.mini_step <= self._held):
             self._losses, self._weight = [], 0.0
             self._closed = closed if is_open else closed - 1
             self._recall(1)

@@ -376,6 +376,29 @@ def test_a_loop_that_goes_back_to_a_checkpoint_logs_all_its_windows(tmp_path):
         assert [row["update_step"] for row in rows] == updates
 
 
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("held", [1, 2, 3])
+def test_a_window_of_one_microbatch_after_a_reset_has_its_own_loss(held, eager):
+    """After the log, which does not know of the reset. Controls: a reset before the log; one that was applied."""
+    for act in ("reset", "reset before", "apply", "nothing"):
+        network, rows, losses = MLP(), [], []
+        step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), 4, eager=eager)
+        log = WindowLog(rows.append)
+        for i, loss in enumerate(step.epoch([tensors(*batch) for batch in batches([6] * (4 + held + 1))])):
+            losses.append(float(loss))
+            if (act, i) == ("reset before", 3 + held):
+                step.accumulator.reset()
+            log(step, loss)
+            if i == 3 + held and act in ("reset", "apply"):
+                getattr(step.accumulator, act)()
+                if act == "apply":
+                    log(step)
+        expected = {"reset": losses[-1:], "reset before": losses[-1:], "nothing": losses[4:],
+                    "apply": losses[-1:]}[act]
+        assert rows[-1]["loss"] == pytest.approx(np.mean(expected), rel=1e-6)
+        assert (rows[-1]["weight"], len(rows)) == (6 * len(expected), 3 if act == "apply" else 2)
+
+
 @pytest.mark.parametrize("sets", ["learning_rate", "Parameter"])
 def test_a_row_has_the_rate_of_its_update_also_if_the_body_sets_another_before_the_log(sets):
     """Control: a Parameter that the body assigns itself."""
