@@ -91,9 +91,9 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     The file holds the network's parameters and buffers, the optimizer's state (moments, update count, learning rates
     that are Parameters), the accumulator's buffers, weights and counters, the place in the epoch, the loss scaler, what
     a `WindowLog` has seen of the open window, and `extra`. It does not hold Tensors that are plain attributes of a
-    network, such as a memory bank: make them Parameters, or buffers (`Cell.register_buffer`). It does not hold the
-    state of random layers either, because MindSpore 2.10 does not expose it on CPU. For bit-identical resumption, pass
-    masks as arguments of the batch, drawn from a seed and the position in the data.
+    network, such as a memory bank, nor what a plain function in `after_update` changes: make these Parameters of the
+    network. It does not hold the state of random layers either, because MindSpore 2.10 does not expose it on CPU. For
+    bit-identical resumption, pass masks as arguments of the batch, drawn from a seed and the position in the data.
 
     The file is written beside `path`, flushed to the disk and renamed. So a process that is killed at any moment leaves
     the complete old file or the complete new one; the next save on the same host removes its temporary files. Several
@@ -183,7 +183,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
 
     If the window was closed (saved when `train_step.updated` is true, or after a flush), the accumulator may have other
     arguments, too; the same warning names them. A loss scaler, a noise scale or a stage that the file lacks, and a loss
-    scaler with other arguments, begin as the script gives them. State that only the file holds is dropped. With a
+    scaler with other arguments, begin as the script gives them. Such state that only the file holds is dropped. With a
     different number of ranks or `DataParallel`, every rank gets rank 0's values of `extra` and of
     BatchNorm's statistics.
 

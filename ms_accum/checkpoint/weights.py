@@ -27,8 +27,8 @@ def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network:
 
     Args:
         source: A file of `ms_accum.save_checkpoint` or `mindspore.save_checkpoint`, or a dict of Tensors by the names
-            of the parameters. Entries that the network lacks are ignored. Buffers (`Cell.register_buffer`) that it
-            lacks keep their values.
+            of the parameters. Entries that the network lacks are ignored. Buffers (`Cell.register_buffer`) that
+            `source` lacks keep their values.
         network: The network, or a part of it.
 
     Raises:

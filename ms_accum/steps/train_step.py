@@ -220,7 +220,7 @@ class TrainStep(Uncopied):
             resume: What to do in the middle of an epoch: after `load_checkpoint`, or after an error or an interrupt
                 while a batch was read or trained (one in the loop's body is as `break`). True: skip the batches that
                 were trained before; `batches` are those of the whole epoch, in the same order. False: `batches` are
-                only the others. None: begin a new epoch, but not after `load_checkpoint`.
+                only the others. None: begin a new epoch, unless that of a loaded file is unfinished.
 
         Warns:
             UserWarning: If nobody iterates over it, because then nothing is trained; if there is no batch.
