@@ -337,6 +337,9 @@ class WindowLog(Callback):
             if self._followed not in (None, accumulator):
                 raise ValueError("this WindowLog follows another train step; give each step a WindowLog of its own")
             self._begin(accumulator)
+            if boundary.since_load == 0 and recalled.is_loaded and recalled.closed + 1 == self._closed:
+                self._closed -= 1  # a flush has closed the window of the checkpoint
+                self._recall(0)
             self._followed, self._place = accumulator, (status.epochs + 1, 0)
             # A loop may go on at a place of its own after a load.
             self._trained = None if loss is None else boundary.others + getattr(train_step, "trained", 0) - 1

@@ -226,6 +226,36 @@ def test_a_loop_that_goes_on_with_an_open_window(tells):
     np.testing.assert_allclose([row["loss"] for row in rows], [np.mean(losses[:3]), np.mean(losses[5:8])], rtol=1e-5)
 
 
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_window_that_only_a_flush_closes_after_a_resume_has_its_row(left, tmp_path):
+    """In the loop of single calls, of which nothing is left to train. Control: one microbatch is left."""
+    data = [tensors(*batch) for batch in batches([6] * (3 + left))]
+
+    def run(batches, path=None):
+        network = MLP()
+        step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), 2)
+        log = WindowLog(tmp_path / f"{path or 'whole'}.csv")
+        if path and (tmp_path / "c.safetensors").exists():
+            load_checkpoint(tmp_path / "c.safetensors", network, step)
+        for batch in batches:
+            log(step, step(*batch))
+        if path:
+            save_checkpoint(tmp_path / "c.safetensors", network, step)
+        return step, log
+
+    step, log = run(data)
+    step.flush()
+    log(step)
+    run(data[:3], "resumed")
+    step, log = run(data[3:], "resumed")
+    step.flush()
+    log(step)
+    rows = [list(csv.DictReader((tmp_path / name).read_text().splitlines())) for name in ("whole.csv", "resumed.csv")]
+    kept = [[(row["update_step"], row["loss"], row["weight"]) for row in each] for each in rows]
+    assert kept[0] == kept[1]
+    assert len(kept[0]) == 2
+
+
 def test_the_rate_of_mints_sgd_is_the_one_it_updates_with():
     """A new value of "lr" has no effect on it, as the change of the parameters shows. Op by op, none moves (2.10)."""
     network, rows, (batch,), moved = MLP(), [], [tensors(x, y) for x, y in batches([6])], []
