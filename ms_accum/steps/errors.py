@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Errors about what a function returned are the same for every piece.
 _REFUSALS = ("forward_fn returned", "weight_fn returned", "weight is")
+_OR_THE_NETWORK = (" If so, look into the network: shapes that do not fit, or layers of several dtypes (to_float), "
+                   "which no graph mixes")
 # MindSpore's errors about the dtype or the shape that an operator got, which it finds before it runs a kernel.
 _OF_AN_OPERATOR = re.compile(r"For '(\w+)'|For primitive\[(\w+)\]|Failed calling (\w+)")
 _INTEGERS = (ms.int8, ms.int16, ms.int64, ms.uint8, ms.uint16, ms.uint32, ms.uint64, ms.bool_)
@@ -74,9 +76,12 @@ def name_columns(error: Exception, batch: Sequence, names: Sequence[Union[str, i
     remedies = [f"give {' and '.join(wrong)} as {dtypes[0]}"] if wrong else []
     if whole:
         remedies.append(f"give {' and '.join(whole)} as int32 (labels, tokens) or {dtypes[0]} (data)")
-    if not remedies or kinds != sorted(kinds, reverse=True):  # an integer before a float: perhaps swapped
-        remedies.append("are the columns in the right order?" if any(isinstance(name, int) for name in names) else
-                        f"are the columns in the order of ({', '.join(map(str, names))})?")
+    is_swapped = kinds != sorted(kinds, reverse=True)  # perhaps: an integer before a float
+    seems_right = not remedies and not is_swapped
+    if seems_right or is_swapped:
+        is_named = not any(isinstance(name, int) for name in names)
+        order = f"order of ({', '.join(map(str, names))})" if is_named else "right order"
+        remedies.append(f"are the columns in the {order}?" + _OR_THE_NETWORK * seems_right)
     told = ", ".join(f"{place} is {str(value.dtype).lower()} {tuple(value.shape)}" for place, value in tensors)
     operator = next(filter(None, found.groups()))
     error.args = (f"{operator} does not take the batch: {told}, the parameters are {' and '.join(dtypes)}; "

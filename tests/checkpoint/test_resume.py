@@ -1142,7 +1142,7 @@ SCHEDULERS = {
 def test_a_scheduler_goes_on_as_the_page_says(kind):
     """With all that the page names. Control: without it."""
     page = (Path(__file__).parents[2] / "tutorials" / "guide" / "checkpoints.md").read_text(encoding="utf-8")
-    names = re.findall(r"`(\w+)`", page[page.index("Save their Parameters as `extra`"):].partition(";")[0])[1:]
+    names = re.findall(r"`(\w+)`", page[page.index("Save these as numbers in `extra`"):].partition(";")[0])[1:]
 
     def make():
         network, train_step = built(adam_w(0.5))
