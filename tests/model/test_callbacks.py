@@ -409,8 +409,9 @@ def test_a_loop_that_goes_back_to_a_checkpoint_logs_all_its_windows(tmp_path):
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("held", [1, 2, 3])
 def test_a_window_of_one_microbatch_after_a_reset_has_its_own_loss(held, eager):
-    """After the log, which does not know of the reset. Controls: a reset before the log; one that was applied."""
-    for act in ("reset", "reset before", "apply", "nothing"):
+    """After the log, which does not know of the reset. Controls: a reset before the log; a window that was applied, of
+    which the log was told or not: then one row stands for two windows."""
+    for act in ("reset", "reset before", "apply", "apply untold", "nothing"):
         network, rows, losses = MLP(), [], []
         step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), 4, eager=eager)
         log = WindowLog(rows.append)
@@ -419,10 +420,13 @@ def test_a_window_of_one_microbatch_after_a_reset_has_its_own_loss(held, eager):
             if (act, i) == ("reset before", 3 + held):
                 step.accumulator.reset()
             log(step, loss)
-            if i == 3 + held and act in ("reset", "apply"):
-                getattr(step.accumulator, act)()
+            if i == 3 + held and act in ("reset", "apply", "apply untold"):
+                getattr(step.accumulator, act.partition(" ")[0])()
                 if act == "apply":
                     log(step)
+        if act == "apply untold":
+            assert np.isnan([rows[-1]["loss"], rows[-1]["weight"]]).all()
+            continue
         expected = {"reset": losses[-1:], "reset before": losses[-1:], "nothing": losses[4:],
                     "apply": losses[-1:]}[act]
         assert rows[-1]["loss"] == pytest.approx(np.mean(expected), rel=1e-6)
