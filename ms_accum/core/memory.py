@@ -43,7 +43,7 @@ _MOVING = {"beta1_power", "beta2_power"}  # of nn.Adam and others, which give th
 
 
 class Memory:
-    """Hold where the memory of what a step uses is.
+    """Hold where the memory of what a step uses is, and what state of an optimizer is no Parameter.
 
     Args:
         window: The open window on the device.

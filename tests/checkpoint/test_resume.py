@@ -13,6 +13,7 @@ from mindspore import amp, nn, ops
 from mindspore.experimental import optim
 from mindspore.experimental.optim import lr_scheduler as schedulers
 from safetensors import safe_open
+from support.cells import Mean
 from support.modes import recorded_warnings
 
 from ms_accum import (
@@ -712,15 +713,6 @@ def test_a_rate_that_was_replaced_is_reported(eager):
     train_step.accumulator.optimizer.learning_rate = ms.Parameter(ms.Tensor(0.01), name="learning_rate")
     with pytest.raises(RuntimeError, match=r"^learning_rate was given new memory"):
         train_step.flush()
-
-
-class Mean(nn.Cell):
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
-
-    def construct(self, x):
-        return self.network(x).mean()
 
 
 @pytest.mark.parametrize("driver", ["step", "eager", "hand", "cell"])

@@ -10,6 +10,7 @@ import pytest
 from mindspore import Tensor, mint, nn
 from mindspore.experimental import optim
 from mindspore.train import CheckpointConfig, Model, ModelCheckpoint, amp
+from support.cells import Mean
 from support.model_runs import TwoCells, dataset, make_cell, train
 from support.modes import compiled_graphs, recorded_warnings
 from support.training import LOSS, sgd
@@ -18,17 +19,6 @@ from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, save_checkp
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.modes import running
 from ms_accum.selftest.networks import MLP, batches, tensors
-
-
-class Mean(nn.Cell):
-    """The mean of a network's outputs, as a loss."""
-
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
-
-    def construct(self, x):
-        return self.network(x).mean()
 
 
 def go_on(network, cell):

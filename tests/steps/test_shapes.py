@@ -6,6 +6,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from support.cells import Mean
 from support.modes import compiled_graphs, recorded_warnings, running
 from support.training import sgd
 
@@ -152,7 +153,7 @@ def test_without_a_declaration_each_shape_is_compiled():
     """Negative control: of a step, and of a cell."""
     network = nn.Dense(2, 1)
     step = make_train_step(function_of_one(network), sgd(network), 4)
-    cell = TrainOneStepCell(Means(network), sgd(network), 4)
+    cell = TrainOneStepCell(Mean(network), sgd(network), 4)
     graphs = []
     for rows in (2, 3):
         before = compiled_graphs()
@@ -300,15 +301,6 @@ def function_of_one(network):
     def forward_fn(x):
         return network(x).mean()
     return forward_fn
-
-
-class Means(nn.Cell):
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
-
-    def construct(self, x):
-        return self.network(x).mean()
 
 
 def rows_of(x):
