@@ -90,10 +90,8 @@ class Accumulator(Uncopied):
             at least one element, and must not be frozen. If they are slices (see `shard_parameters`), give gradients of
             the whole parameters, `weights`.
         accumulate_step: Number of microbatches in a window. One of: an int; a dict `{update_step: n}`, piecewise
-            constant, with the key 0; a function of the update count (int32 Tensor of shape `()`) that graph mode can
-            compile and that returns an int or an integer Tensor >= 1; or `until_weight(budget)`, which closes a window
-            with the microbatch that brings its weight to the budget. The length of a window does not change while it is
-            open.
+            constant, with the key 0; or `until_weight(budget)`, which closes a window with the microbatch that brings
+            its weight to the budget. The length of a window does not change while it is open.
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` without clipping. None computes no norm. Norms above 8e12 count as infinite.
         reduction: "mean" or "sum", as above. Required: the wrong one makes updates N times too large, or too small.

@@ -1,12 +1,11 @@
 """Decide when a window closes: after a number of microbatches, by a schedule of updates, or by its weight."""
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil, inf
 from typing import Optional, Union
 
-import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
@@ -22,13 +21,11 @@ class UntilWeight:
     at_most: int
 
 
-AccumulateStep = Union[int, Mapping[int, int], Callable[[Tensor], Union[int, Tensor]], UntilWeight]
+AccumulateStep = Union[int, Mapping[int, int], UntilWeight]
 
-_COMPARED = (0, *(2**i for i in range(17)))
-_REMEDY = ("give an int >= 1, a dict {update_step: n} that holds 0, a function of the update count, "
-           "or until_weight(65_536)")
-_UNKNOWN = ("the lengths of windows are not known before the run with {}; give an int, a dict {{update_step: n}} or a "
-            "function of the update count, or divide the weight of the run by the budget plus half a microbatch")
+_REMEDY = "give an int >= 1, a dict {update_step: n} that holds 0, or until_weight(65_536)"
+_UNKNOWN = ("the lengths of windows are not known before the run with {}; give an int or a dict {{update_step: n}}, or "
+            "divide the weight of the run by the budget plus half a microbatch")
 
 
 @jit_class
@@ -37,33 +34,27 @@ class WindowLength:
 
         length(update_step) = accumulate_step                                    # int
                             = n of the largest start <= update_step              # {start: n}, piecewise constant
-                            = max(accumulate_step(update_step), 1)               # callable
                             = at_most                                            # until_weight(budget, at_most)
 
     `update_step` only changes when a window closes, so a window keeps its length from its first microbatch to its
-    last. The dict form is Lightning's `GradientAccumulationScheduler`, counted in updates instead of epochs; the
-    callable is that of `optax.MultiSteps(every_k_schedule=...)`.
+    last. The dict form is Lightning's `GradientAccumulationScheduler`, counted in updates instead of epochs.
 
     Args:
-        accumulate_step: As in `Accumulator`. A callable is compiled here, to find what graph mode cannot run, and
-            called with 0 and the powers of two up to 2**16, to find lengths below 1. At other update counts, a length
-            below 1 counts as 1.
+        accumulate_step: As in `Accumulator`.
 
     Attributes:
-        description: A text that is equal for equal lengths; functions are compared at 0, 1, 2, 4, 8, ... 2**16 updates.
+        description: A text that is equal for equal lengths.
         constant: What `missing` returns for no microbatch, if that is the same after each update; else None.
         is_one: Whether each window holds one microbatch.
-        longest: Largest number of microbatches in a window; for a function, the largest of the lengths in
-            `description`. For `until_weight` without `at_most`, if each microbatch weighs at least 1.
+        longest: Largest number of microbatches in a window. For `until_weight` without `at_most`, if each microbatch
+            weighs at least 1.
 
     Raises:
-        TypeError: If `accumulate_step`, or a key or value of it, is not an integer (a bool and a float are not), or the
-            callable cannot be compiled or does not return an integer.
+        TypeError: If `accumulate_step`, or a key or value of it, is not an integer (a bool and a float are not).
         ValueError: If a length is below 1, a key is negative, either is above 2**31 - 1, or a dict lacks the key 0.
     """
 
     def __init__(self, accumulate_step: AccumulateStep) -> None:
-        self.schedule: Optional[Callable[[Tensor], Union[int, Tensor]]] = None
         self.budget: Optional[float] = None
         self.stages: tuple[tuple[int, int], ...] = ((0, 1),)
         if isinstance(accumulate_step, UntilWeight):
@@ -72,22 +63,16 @@ class WindowLength:
         elif isinstance(accumulate_step, Mapping):
             self.stages = _stages("accumulate_step", accumulate_step, _REMEDY)
             self.description = str(dict(self.stages))
-        elif callable(accumulate_step):
-            self.schedule = accumulate_step
-            lengths = _sampled(accumulate_step)
-            self.description = f"a function with lengths {lengths}"
         else:
             self.stages = ((0, _length("accumulate_step", accumulate_step, _REMEDY)),)
             self.description = str(self.stages[0][1])
-        self.constant = None if self.schedule or len(self.stages) > 1 else self.missing(0, 0)
-        self.is_one = self.schedule is None and self.stages == ((0, 1),)
-        longest = max(lengths) if self.schedule else max(length for _, length in self.stages)
+        self.constant = None if len(self.stages) > 1 else self.missing(0, 0)
+        self.is_one = self.stages == ((0, 1),)
+        longest = max(length for _, length in self.stages)
         self.longest = longest if self.budget is None or longest < LARGEST_INT32 else ceil(self.budget)
 
     def length(self, update_step: Tensor) -> Union[int, Tensor]:
         """Return the length of the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""
-        if self.schedule is not None:
-            return ops.maximum(self.schedule(update_step), ops.ones_like(update_step))
         length = self.stages[0][1]
         if len(self.stages) > 1:  # in a graph, to compile the slice takes time
             for start, stage_length in self.stages[1:]:
@@ -104,8 +89,7 @@ class WindowLength:
             left = microbatches
             while left > 0:
                 length, ends = self.host_length(updates), [start for start, _ in self.stages if start > updates]
-                equal = 1 if self.schedule else min(ends, default=updates + left) - updates
-                windows = min(-(-left // length), equal)
+                windows = min(-(-left // length), min(ends, default=updates + left) - updates)
                 updates, left = updates + windows, left - windows * length
         return updates
 
@@ -122,9 +106,7 @@ class WindowLength:
         return full
 
     def host_length(self, update_step: int) -> int:
-        """Return the result of `length` as an int; a schedule is run op by op."""
-        if self.schedule is not None:
-            return int(self.length(Tensor(update_step, ms.int32)))
+        """Return the result of `length` as an int."""
         return next(length for start, length in reversed(self.stages) if start <= update_step)
 
     def missing(self, microbatches: int, update_step: int, weight: float = 0.0) -> int:
@@ -140,9 +122,6 @@ class WindowLength:
 
 def length_of(accumulate_step: AccumulateStep) -> WindowLength:
     """Return the `WindowLength` for `accumulate_step`. Raise TypeError or ValueError if it is invalid."""
-    if isinstance(accumulate_step, type) or accumulate_step is until_weight:
-        raise TypeError(f"accumulate_step is the function {accumulate_step.__name__}, expected the object that it "
-                        "returns; call it with parentheses")
     if isinstance(accumulate_step, (nn.LossBase, nn.Optimizer)):
         raise TypeError(f"accumulate_step is of type {type(accumulate_step).__name__}, expected the number of "
                         "microbatches in a window; give the optimizer second, accumulate_step third, and a loss "
@@ -244,8 +223,7 @@ def updates_of(accumulate_step: AccumulateStep, microbatches: int, epochs: int =
     It is exact if every epoch ends with a flush and nothing is skipped.
 
     Args:
-        accumulate_step: Number of microbatches in a window: an int, `{update_step: n}` or a function of the update
-            count, as in `Accumulator`. A function is called once for each update.
+        accumulate_step: Number of microbatches in a window: an int or `{update_step: n}`, as in `Accumulator`.
         microbatches: Number of microbatches in an epoch on each rank; if ranks have different numbers, the largest.
         epochs: Number of epochs in the run.
 
@@ -276,24 +254,3 @@ def _stages(name: str, schedule: Mapping[int, int], remedy: str) -> tuple[tuple[
     if 0 not in stages:
         raise ValueError(f"{name} is {dict(schedule)!r}, expected a dict that holds 0; {remedy}")
     return tuple(sorted(stages.items()))
-
-
-def _sampled(schedule: Callable) -> tuple[int, ...]:
-    """Check a schedule, and return its lengths at the update counts in `_COMPARED`."""
-    name = f"accumulate_step={getattr(schedule, '__name__', schedule)!r}"
-    try:
-        compiled = ms.jit(schedule)
-        first = compiled(Tensor(0, ms.int32))
-    except Exception as error:
-        reason = str(error).strip().split("\n")[0]
-        raise TypeError(f"{name} cannot be compiled in graph mode ({reason}); "
-                        "define it with `def`, on tensors, without NumPy or print") from error
-    if isinstance(first, Tensor) and first.shape != ():
-        raise TypeError(f"{name} returned a Tensor of shape {first.shape} for update 0, expected shape (); {_REMEDY}")
-    return tuple(_scheduled(compiled, update, name) for update in _COMPARED)
-
-
-def _scheduled(schedule: Callable, update: int, name: str) -> int:
-    length = schedule(Tensor(update, ms.int32))
-    length = length.asnumpy().item() if isinstance(length, Tensor) else length
-    return _length(f"{name} at update {update}", length, "return an int of at least 1, e.g. ops.maximum(..., 1)")

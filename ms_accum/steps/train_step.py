@@ -579,8 +579,8 @@ def make_train_step(
             effect, and changing an argument in place (`labels.mul_(mask)`) changes the caller's Tensor, for all later
             epochs.
         optimizer: An optimizer, or an `Accumulator` with `reduction="mean"`.
-        accumulate_step: Number of microbatches in a window: an int, `{update_step: n}`, a callable or
-            `until_weight(budget)`; see `Accumulator`. Required with an optimizer, not allowed with an Accumulator.
+        accumulate_step: Number of microbatches in a window: an int, `{update_step: n}` or `until_weight(budget)`;
+            see `Accumulator`. Required with an optimizer, not allowed with an Accumulator.
         pieces: Number of pieces that each microbatch is cut into; peak activation memory is that of one. The batch size
             n is the length of the batch axis of the first Tensor that has axes. Tensors whose batch axis has length n
             are cut, ceil(n / pieces) samples each; all other arguments are passed whole. An empty batch (n = 0) counts

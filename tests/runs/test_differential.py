@@ -46,7 +46,7 @@ def stratified():
     Windows, errors and checkpoints occur in turn.
     """
     one_graph = {"event": "none", "front": "dense", "norm": "none", "shapes": (6, 6)}
-    windows = (3, ("until", 14.0, 4), 2, ((0, 2), (1, 1), (2, 3)), "growing", 1)
+    windows = (3, ("until", 14.0, 4), 2, ((0, 2), (1, 1), (2, 3)), 4, 1)
     for i, driver in enumerate(COMPILED + 3 * OP_BY_OP):
         cut = driver in ("step", "step-pynative", "ahead")
         level = "none" if driver.startswith("ahead") else LEVELS[3 * i % len(LEVELS)]

@@ -44,8 +44,6 @@ class SGD:
 def window_length(accumulate_step, update_step):
     if isinstance(accumulate_step, dict):
         return accumulate_step[max(start for start in accumulate_step if start <= update_step)]
-    if callable(accumulate_step):
-        return int(accumulate_step(update_step))
     return accumulate_step
 
 

@@ -18,7 +18,7 @@ WITH_AXIS = ("step", "ahead", "cell")  # take samples along another axis
 STEPS = ("step", "ahead")  # evaluate, and set a rate
 # MindSpore 2.10 on CPU fails by itself on these, or computes a gradient of 0.
 BROKEN = {("mha", "O1"), *(("lstm", level) for level in ("O2", "O3", "to_float", "half"))}
-WINDOWS = (1, 2, 3, ((0, 2), (1, 1), (2, 3)), "growing", ("until", 14.0, 4))
+WINDOWS = (1, 2, 3, ((0, 2), (1, 1), (2, 3)), ("until", 14.0, 4))
 POLICIES = ("apply", "skip_microbatch", "skip_window")
 HALF_OPTIMIZERS = ("nn.SGD", "nn.Momentum", "nn.Adam", "nn.ASGD", "optim.SGD", "optim.Adam", "optim.AdamW")
 
@@ -44,10 +44,6 @@ def near_plain(choose):
     if driver.startswith("ahead"):  # two losses, with weights of their own
         free |= {"loss", "weight", "level"}
     return compose(choose, driver=driver, **{name: value for name, value in PLAIN.items() if name not in free})
-
-
-def growing(update_step):
-    return update_step + 1
 
 
 class Case(namedtuple("Case", (
@@ -89,8 +85,6 @@ class Case(namedtuple("Case", (
     @property
     def schedule(self):
         """`accumulate_step` as the Accumulator takes it."""
-        if self.accumulate_step == "growing":
-            return growing
         if self.budget is not None:
             return until_weight(self.budget, at_most=self.accumulate_step[2])
         return dict(self.accumulate_step) if isinstance(self.accumulate_step, tuple) else self.accumulate_step
