@@ -19,8 +19,6 @@ from typing import Any, NamedTuple, Optional
 
 import psutil
 
-from ..core.probe import SWITCH
-
 _POLL_SECONDS = 0.02
 _OUT_OF_MEMORY = re.compile(r"MemoryError|bad_alloc|(out of|not enough|cannot allocate) memory|memory not enough|"
                             r"alloc\w* .{0,80}fail", re.IGNORECASE)
@@ -50,8 +48,7 @@ def in_a_process(device_target: str, function: Callable, *arguments: Any, memory
     receiver, sender = get_context("spawn").Pipe(duplex=False)
     with TemporaryDirectory() as folder:
         log = Path(folder, "output")
-        # Values are 0 in a dry run, which tests no kernel: it plans with portable ones, unless the user chooses.
-        dry = {_LEVEL: "1", SWITCH: os.environ.get(SWITCH, "0"), "MS_DEV_SAVE_GRAPHS_PATH": folder}
+        dry = {_LEVEL: "1", "MS_DEV_SAVE_GRAPHS_PATH": folder}
         variables = dry if is_dry_run(device_target) else {}
         process: Any = get_context("spawn").Process(target=_child, args=(sender, log, variables, function, arguments))
         process.start()

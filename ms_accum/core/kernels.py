@@ -4,6 +4,7 @@ MindSpore keeps the order of the program among operators that are marked as side
 """
 from __future__ import annotations
 
+from os import environ
 from typing import TYPE_CHECKING, Any
 
 import mindspore as ms
@@ -14,6 +15,8 @@ from ..tensors import HALF, as_tensor, cast, mapped, mapped_backwards, multiply_
 
 if TYPE_CHECKING:
     from ..tensors import Gradients, Scalar
+
+SWITCH = "MS_ACCUM_IN_PLACE"  # in the environment: 1 switches kernels in place on, which no device has run yet
 
 
 def add_each(small: int, buffers: Gradients, gradients: Gradients, factor: Scalar) -> None:
@@ -86,6 +89,12 @@ if InplaceZero is not None:
     _zero = InplaceZero()
     # It lacks this mark in MindSpore 2.10: graphs would drop it without an error.
     _zero.add_prim_attr("side_effect_mem", True)
+
+
+def kernels(in_buffers: bool = True) -> Portable:
+    """Return the kernels that scale and clear buffers, or copies of them: portable ones unless `SWITCH` is 1."""
+    in_place = in_buffers and environ.get(SWITCH) == "1" and ms.get_context("device_target") == "Ascend"
+    return InPlace() if in_place else Portable()
 
 
 def add_one(factor: Scalar, buffer: Parameter, gradient: Tensor) -> Tensor:

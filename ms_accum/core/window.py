@@ -48,10 +48,9 @@ from ..tensors import (
     state_parameter,
     weighted,
 )
-from .kernels import add_each
+from .kernels import add_each, kernels
 from .notes import allocate, new_number, note_use, prefix_of
 from .optimizers import cell_prefix
-from .probe import kernels
 from .stages import overrides
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from mindspore import Tensor, nn
 
 from ms_accum import make_train_step
 
-from ..core.kernels import InPlace
-from ..core.probe import kernels
+from ..core.kernels import InPlace, kernels
 from ..runtime import synchronize
 from . import plain
 from .networks import MLP, TargetLoss, mean_loss

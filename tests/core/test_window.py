@@ -13,12 +13,24 @@ from support.modes import compiled, recorded_warnings
 from support.processes import MEMORY, run_python
 
 from ms_accum import Accumulator, load_checkpoint, make_train_step, save_checkpoint, until_weight
+from ms_accum.core import kernels
 from ms_accum.core.precision import LONGEST_SUM, warn_of_lost_gradients
 from ms_accum.distributed import exchange
 
 pytestmark = pytest.mark.core
 
 INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize(("switch", "device", "chosen"), [
+    ("1", "Ascend", "InPlace"), ("0", "Ascend", "Portable"), (None, "Ascend", "Portable"), ("1", "CPU", "Portable")])
+def test_kernels_in_place_run_only_where_they_are_asked_for(monkeypatch, switch, device, chosen):
+    monkeypatch.setattr(kernels.ms, "get_context", lambda _: device)
+    monkeypatch.delenv(kernels.SWITCH, raising=False)
+    if switch is not None:
+        monkeypatch.setenv(kernels.SWITCH, switch)
+    assert type(kernels.kernels()).__name__ == chosen
+    assert type(kernels.kernels(in_buffers=False)).__name__ == "Portable"
 
 
 @pytest.mark.parametrize("mode", [pytest.param("jit", marks=pytest.mark.slow), "pynative"], indirect=True)

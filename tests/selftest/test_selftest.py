@@ -332,17 +332,6 @@ def test_a_dry_run_is_refused(monkeypatch, capsys):
     assert "a dry run computes no values" in capsys.readouterr().err
 
 
-def test_a_wrong_switch_of_the_kernels_ends_it_before_the_table(monkeypatch, capsys):
-    def choose():
-        raise ValueError("MS_ACCUM_IN_PLACE in the environment is '2', expected 0 or 1")
-
-    monkeypatch.setattr(command, "kernels", choose)
-    assert cli.main(["selftest", "--quick"]) == 2
-    printed = capsys.readouterr()
-    assert "MS_ACCUM_IN_PLACE in the environment is '2', expected 0 or 1" in printed.err
-    assert printed.out == ""
-
-
 def test_help_names_it(capsys):
     assert cli.main(["selftest", "--help"]) == 0
     assert "exit status: 0 if no row fails" in capsys.readouterr().out
