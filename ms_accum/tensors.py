@@ -28,7 +28,7 @@ multiply_no_nan = ops.MulNoNan()  # NaN * 0 is 0
 divide_no_nan = ops.DivNoNan()  # x / 0 is 0
 # In graphs, these primitives and loops: the method `astype` takes 6 times as long to compile, and a list comprehension
 # 0.1 s (3 entries; a loop 0.02).
-cast, concat, reshape, stack = ops.Cast(), ops.Concat(), ops.Reshape(), ops.Stack()
+cast, concat, reshape, stack, unstack = ops.Cast(), ops.Concat(), ops.Reshape(), ops.Stack(), ops.Unstack()
 _map, _map_backwards, _partial = ops.HyperMap(), ops.HyperMap(None, True), ops.Partial()
 
 
@@ -93,11 +93,6 @@ def clip_factor(norm: Tensor, clip_norm: float) -> Scalar:
     return ops.where(factor >= 1, Tensor(1.0, ms.float32), factor)  # NaN stays: `minimum(NaN, 1)` is 1 on CPU
 
 
-def all_finite(gradients: Gradients) -> Tensor:
-    """Return whether no element of any gradient is NaN or infinite: bool Tensor of shape `()`. See `finite_sum`."""
-    return ops.isfinite(finite_sum(gradients))
-
-
 def finite_sum(gradients: Gradients) -> Tensor:
     """Return a number that is finite if all elements of all gradients are: float32 `()`.
 
@@ -119,24 +114,36 @@ def _sum(values: Tensor) -> Tensor:
 
 
 def scaled(factor: Scalar, gradient: Tensor, dtype: ms.Type) -> Tensor:
-    """Return `factor * gradient` in `dtype`, multiplied in the wider dtype; the constant 1 costs no kernel."""
-    if isinstance(factor, Tensor) or factor != 1:
-        gradient = ops.mul(cast(gradient, wider(gradient.dtype, dtype)), factor)
+    """Return `factor * gradient` in `dtype`, multiplied in the wider dtype. The constant 1 costs no kernel.
+
+    A factor of 0 gives 0, also where the gradient is NaN (a mean over no token).
+    """
+    gradient = cast(gradient, wider(gradient.dtype, dtype))
+    if isinstance(factor, Tensor) or factor == 0:
+        if gradient.dtype in HALF:  # where a factor may be too small
+            gradient = cast(gradient, ms.float32)
+        gradient = multiply_no_nan(gradient, cast(as_tensor(factor), gradient.dtype))
+    elif factor != 1:
+        gradient = ops.mul(gradient, factor)
     return cast(gradient, dtype)
 
 
-def after(token: Tensor, gradient: Tensor) -> Tensor:
-    """Return `gradient`, computed after `token`."""
-    return ops.depend(gradient, token)
+def add_one(factor: Scalar, buffer: Parameter, gradient: Tensor) -> None:
+    """Add `factor * gradient` to a buffer."""
+    gradient = scaled(factor, gradient, buffer.dtype)
+    if buffer.dtype == ms.float16:
+        # MindSpore 2.10 on CPU: of two float16 AssignAdd on one Parameter in one graph, the first is lost.
+        ops.assign(buffer, buffer + gradient)
+    else:
+        ops.assign_add(buffer, gradient)
 
 
-def weighted(factor: Scalar, gradient: Tensor, dtype: ms.Type) -> Tensor:
-    """Return what `scaled` returns, but 0 if the factor is 0, also where the gradient is NaN (a mean over no token)."""
-    if not isinstance(factor, Tensor) and factor != 0:
-        return scaled(factor, gradient, dtype)
-    gradient = cast(gradient, wider(gradient.dtype, dtype))
-    factor = factor if isinstance(factor, Tensor) else Tensor(0.0, ms.float32)
-    return cast(multiply_no_nan(gradient, cast(factor, gradient.dtype)), dtype)
+def cleared(zero: Tensor, like: Tensor) -> Tensor:
+    """Return zeros, NaN or not, given a float32 Tensor that is 0.
+
+    A constant `zeros_like(buffer)` would be a hidden second copy of it in a graph (258 MB measured).
+    """
+    return multiply_no_nan(like, cast(zero, like.dtype))
 
 
 def wider(one: ms.Type, other: ms.Type) -> ms.Type:
@@ -156,14 +163,6 @@ def as_vector(scalars: Numbers) -> Tensor:
         scalar = scalar if isinstance(scalar, Tensor) else Tensor([scalar], ms.float32)
         elements = (*elements, cast(reshape(scalar, (1,)), ms.float32))
     return concat(elements)
-
-
-def as_numbers(vector: Tensor, count: int) -> Numbers:
-    """Return the first `count` elements of a vector of `as_vector`, each as a Tensor of shape `()`."""
-    numbers = ()  # type: Numbers
-    for i in range(count):
-        numbers = (*numbers, vector[i])
-    return numbers
 
 
 def as_array(value: Tensor) -> np.ndarray:

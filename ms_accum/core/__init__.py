@@ -1,1 +1,1 @@
-"""The window on the device: add microbatches, close, update. Every room except `distributed` may import it."""
+"""The window on the device, and the boundary on the host, which decides when it closes."""

@@ -1,72 +1,83 @@
 """The accumulator: one buffer for each parameter, filled by microbatches and emptied by an update."""
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Optional, TypedDict, TypeVar
+from collections.abc import Callable
+from typing import Any, Optional, TypedDict, Union
 
 import mindspore as ms
-from mindspore import ParameterTuple, Tensor, amp, nn, ops
+from mindspore import ParameterTuple, Tensor, amp, nn
 
-from ..arguments import Uncopied, fix_options, instance_of, number, one_of, spelled
-from ..distributed.buckets import AccumulatedParameters
+from ..arguments import Uncopied, number, one_of
 from ..distributed.data_parallel import DataParallel
-from ..distributed.exchange import OneDevice
-from ..distributed.parallel_modes import may_shard, require_whole_gradients, warn_if_alone
-from ..distributed.slices import Slices
-from ..distributed.zero import slices_among, whole_parameters
-from ..mindspore_api import (
-    backward,
-    forget_gradient,
-    gradient_of,
-    isconstant,
-    jit_class,
-    recording,
-    unrecorded,
-)
-from ..tensors import as_weight, require_condition
+from ..distributed.exchange import OneDevice, whole_of
+from ..mindspore_api import jit_class
+from ..tensors import Gradients, Scalar, as_weight, checked_gradients, require_condition, unstack
 from .boundary import Boundary, Status
-from .elementwise import require_divisible
-from .epoch import Epoch, warn_of_no_batch, without_first
-from .facts import describe, short_text_of, text_of, texts_of_stages
-from .length import length_of
-from .notes import note_called, note_closed, note_filled
-from .optimizers import checked_parameters, name_state, own_name, state_of
+from .length import AccumulateStep, length_of
+from .optimizers import Rates, checked_parameters, warn_if_idle
 from .precision import buffer_dtype_of, warn_of_lost_gradients
-from .stages import (
-    checked_loss_scaler,
-    checked_nonfinite,
-    checked_stages,
-    needing_whole_gradients,
-    require_scale,
-    stages_of,
-)
-from .stream import Stream, require_backward, require_scalar_loss, require_untouched
-from .window import Window
-
-if TYPE_CHECKING:
-    from mindspore import Parameter
-
-    from ..tensors import Gradients, Scalar
-    from .length import AccumulateStep, WindowLength
-    from .stages import Stage
+from .stages import MOST_SKIPS, Stage, checked_max_skips, checked_stages, overrides
+from .window import END, HELD, Window
 
 REDUCTIONS = ("sum", "mean")
-Batch = TypeVar("Batch")
 
 
 class Options(TypedDict, total=False):
-    """Name the options of `Accumulator` that train steps and cells pass on, with their types."""
+    """Name the options that accumulators, train steps and cells share, with their types; see `Accumulator`."""
 
     clip_norm: Optional[float]
     buffer_dtype: Optional[ms.Type]
     on_nonfinite: str
     max_skips: Optional[int]
     reducer: Optional[DataParallel]
-    after_update: Optional[Callable]
-    noise_scale: Optional[Stage]
     stages: tuple[Stage, ...]
     loss_scaler: Optional[amp.LossScaler]
+
+
+def boundary_of(
+    optimizer: Callable,
+    accumulate_step: AccumulateStep,
+    facts: dict[str, object],
+    *,
+    reduction: str = "mean",
+    is_sum: bool = False,
+    pieces: int = 1,
+    needs_buffers: bool = False,
+    eager: bool = False,
+    clip_norm: Optional[float] = None,
+    buffer_dtype: Optional[ms.Type] = None,
+    on_nonfinite: str = "apply",
+    max_skips: Optional[int] = MOST_SKIPS,
+    reducer: Optional[DataParallel] = None,
+    stages: tuple[Stage, ...] = (),
+    loss_scaler: Optional[amp.LossScaler] = None,
+) -> Boundary:
+    """Build a window and its boundary. `facts`: further settings that must be equal on all ranks."""
+    parameters, length = checked_parameters(optimizer), length_of(accumulate_step)
+    whole = tuple(map(whole_of, parameters))
+    if clip_norm is not None:
+        clip_norm = number("clip_norm", clip_norm, lambda norm: norm > 0, "a number > 0", "None does not clip")
+    checked = checked_stages(on_nonfinite, loss_scaler, stages)
+    max_skips = checked_max_skips(max_skips, any(overrides(stage, "weigh", "accepts") for stage in checked))
+    dtypes = tuple(buffer_dtype_of(buffer_dtype, p.dtype) for p in whole)
+    warn_of_lost_gradients(buffer_dtype, length.longest, pieces)
+    if eager:
+        warn_if_idle(optimizer)
+    # A window of one microbatch in one piece needs no buffers, unless something looks at pieces or may drop it.
+    has_buffers = needs_buffers or not length.is_one or pieces > 1 or bool(checked)
+    rates = Rates(optimizer)
+    exchange = OneDevice(whole) if reducer is None else reducer.bind(parameters, dtypes if has_buffers else (), {
+        "the optimizer": type(optimizer).__name__, "learning rates and options of the optimizer": rates.described(),
+        "accumulate_step": length.description, "clip_norm": clip_norm, "reduction": reduction, "max_skips": max_skips,
+        "on_nonfinite": on_nonfinite, "buffer_dtype": list(map(str, dtypes)),
+        "stages": [repr(stage) if type(stage).__repr__ is not object.__repr__ else type(stage).__name__
+                   for stage in checked],
+        "loss_scaler": loss_scaler and (type(loss_scaler).__name__, loss_scaler.scale_value.asnumpy().tolist()),
+        **facts})
+    length.share(exchange.inside)
+    window = Window(optimizer, length, exchange, checked, reduction, is_sum, clip_norm, 0.0,
+                    dtypes if has_buffers else None)
+    return Boundary(window, rates, max_skips, eager)
 
 
 @jit_class
@@ -83,7 +94,7 @@ class Accumulator(Uncopied):
     samples (or unmasked tokens) as weights: the update then equals the full-batch update up to rounding, also for
     microbatches of different sizes and an incomplete last window. With "sum", *the script divides its loss by
     `accumulate_step`*, as in MindSpore's tutorial, whose class this one replaces, with half its memory. In a new
-    script, prefer `make_train_step` or `TrainOneStepCell`, which build an accumulator with "mean".
+    script, prefer `make_train_step` or `TrainOneStepCell`, which know the place in the data, too.
 
     Args:
         optimizer: A MindSpore optimizer without a `loss_scale` of its own. Its parameters must have a float dtype and
@@ -91,55 +102,29 @@ class Accumulator(Uncopied):
             the whole parameters, `weights`.
         accumulate_step: Number of microbatches in a window. One of: an int; a dict `{update_step: n}`, piecewise
             constant, with the key 0; or `until_weight(budget)`, which closes a window with the microbatch that brings
-            its weight to the budget. The length of a window does not change while it is open.
+            its weight to the budget.
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` without clipping. None computes no norm. Norms above 8e12 count as infinite.
         reduction: "mean" or "sum", as above. Required: the wrong one makes updates N times too large, or too small.
         buffer_dtype: dtype of the buffers. None: the parameter's dtype, but float32 for float16 and bfloat16. Sums in
-            16 bits overflow, or stop growing; a warning is given for windows that are too long (see the guide's page on
-            language models).
+            16 bits overflow, or stop growing; a warning is given for windows that are too long.
         on_nonfinite: What to do with gradients that hold NaN or infinity. "apply": apply them like other values.
-            "skip_microbatch": give the microbatch (or the piece, if it is cut) the weight 0; a microbatch whose pieces
-            are all skipped is not counted, so the window waits for one more. "skip_window": drop the window when it
-            closes, without an update. A gradient counts as finite if the sum of its elements is finite. Both also drop
-            a window of weight 0, whose mean is 0/0; with "apply", it updates with a gradient of 0.
-        max_skips: Largest number of windows ("skip_microbatch": microbatches or pieces of this rank) that may be
-            skipped in a row; one more raises a RuntimeError, at the end of a window. In a hand-written loop, call
-            `require_progress()`, because a graph cannot raise it. None: no limit.
-        reducer: A `DataParallel`, which gives all ranks of a run started with `msrun` the same update. None: one
-            device.
-        after_update: A function without arguments that is called after each update, e.g. for a moving average of the
-            weights. It is not called for a skipped window. In graph mode it is compiled: it can change Parameters, but
-            other Python side effects do not run. If it is a Cell or a method of a Cell, the Cell's Parameters become
-            state of the accumulator; Parameters of other functions are not saved in checkpoints.
-        noise_scale: A `ms_accum.batch_size.GradientNoiseScale`, which estimates up to which batch size more samples
-            help. It costs one norm per microbatch. The weights must be numbers of samples or tokens.
-        stages: A tuple of stages of your own; see `ms_accum.Stage`.
+            "skip_microbatch": give the microbatch (or the piece, if it is cut) the weight 0; it still counts in its
+            window. "skip_window": drop the window when it closes, without an update. A gradient counts as finite if the
+            sum of its elements is finite. Both also drop a window of weight 0, whose mean is 0/0; with "apply", it
+            updates with a gradient of 0.
+        max_skips: Largest number of windows that may be dropped in a row; one more raises a RuntimeError where counters
+            are read: at a flush, in each 64th microbatch of an epoch. None: no limit.
+        reducer: A `DataParallel`, which gives all ranks of a run started with `msrun` the same update; then call
+            `close()` after each microbatch. None: one device.
+        stages: A tuple of stages; see `ms_accum.Stage`. A `ms_accum.batch_size.GradientNoiseScale` is one.
         loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16.
-            Differentiate `scaled(loss)`. When the window closes, the gradient is divided by the scale before it is
-            averaged or clipped, and the scaler is adjusted once. A window whose gradient holds NaN or infinity, or
-            whose weight is 0, is dropped. The scaler's Parameters become state of the accumulator.
+            Differentiate `scaled(loss)`. When the window closes, the gradient is divided by the scale, and the scaler
+            is adjusted once. A window whose gradient holds NaN or infinity, or whose weight is 0, is dropped.
 
     Attributes:
-        mini_step: Number of microbatches in the open window: int32 Parameter of shape `()`.
-        update_step: Number of updates done: int32 Parameter of shape `()`.
-        closed_windows: Number of windows closed, with an update or dropped: int32 Parameter of shape `()`.
-        skipped: Number of gradients of this rank that were ignored because they were not finite: of microbatches or
-            pieces ("skip_microbatch"), or of windows; and of windows dropped for their weight 0: int32 Parameter of
-            shape `()`.
-        skipped_in_row: Number of the latest skips in a row, without a finite gradient between them.
-        seen: Sum of the weights in all updates of all ranks, rounded: the number of samples, or of what `weight_fn`
-            counts, e.g. tokens: int64 Parameter of shape `()`. Rounding errors do not add up from window to window.
-        grad_norm: Norm of the last update's gradient before clipping: float32 Parameter of shape `()`. NaN before the
-            first update, and always without `clip_norm`.
-        weight_sum: Sum of the weights in the open window: float32 Parameter of shape `()`.
-        window_weight: `weight_sum` of the last closed window. With several ranks, both cover this rank only, or the
-            ranks that exchange each microbatch.
-        parameters: ParameterTuple of all state. Names are unique in the process.
         weights: The parameters to give gradients for, in the optimizer's order: ParameterTuple.
-        optimizer, noise_scale, loss_scaler: As given.
-        exchange: The exchange that the reducer built; it has the attributes `rank` and `ranks`.
-        window, boundary: The open window on the device, and the host's side of it, for steps, cells and checkpoints.
+        window, boundary: The open window on the device, and the host's side of it, for checkpoints.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or `reduction` is missing.
@@ -169,66 +154,16 @@ class Accumulator(Uncopied):
         6.0 True [[0. 0.]]
     """
 
-    def __init__(
-        self,
-        optimizer: nn.Optimizer,
-        accumulate_step: AccumulateStep,
-        clip_norm: Optional[float] = None,
-        *,
-        reduction: str,
-        buffer_dtype: Optional[ms.Type] = None,
-        on_nonfinite: str = "apply",
-        max_skips: Optional[int] = None,
-        reducer: Optional[DataParallel] = None,
-        after_update: Optional[Callable] = None,
-        noise_scale: Optional[Stage] = None,
-        stages: tuple[Stage, ...] = (),
-        loss_scaler: Optional[amp.LossScaler] = None,
-    ) -> None:
-        weights = whole_parameters(checked_parameters(optimizer))
-        clip_norm, after_update = checked_clip_norm(clip_norm), checked_hook(after_update)
-        max_skips, stages = checked_nonfinite(on_nonfinite, loss_scaler, max_skips), checked_stages(stages, noise_scale)
+    def __init__(self, optimizer: nn.Optimizer, accumulate_step: AccumulateStep, clip_norm: Optional[float] = None, *,
+                 reduction: str, **options: Any) -> None:
         one_of("reduction", reduction, REDUCTIONS)
-        length, loss_scaler = _warned_length(accumulate_step, buffer_dtype), checked_loss_scaler(loss_scaler)
-        dtypes = tuple(buffer_dtype_of(buffer_dtype, p.dtype) for p in weights)
-        settings = {"accumulate_step": length.description, "clip_norm": repr(clip_norm), "reduction": reduction,
-                    "on_nonfinite": on_nonfinite, "max_skips": repr(max_skips), "noise_scale": repr(noise_scale),
-                    "stages": ", ".join(type(stage).__name__ for stage in stages) or "none",
-                    "buffer_dtype": ", ".join(sorted({str(dtype) for dtype in dtypes})),
-                    "loss_scaler": "None" if loss_scaler is None else short_text_of(loss_scaler)}
-        self._loss_scaler = loss_scaler
-        accumulated = AccumulatedParameters(weights, dtypes, dict(settings), slices_among(optimizer.parameters))
-        if reducer is not None:
-            accumulated.settings.update({
-                "max_skips": repr(max_skips), "buffer_dtype": repr(list(map(str, dtypes))),
-                "after_update": repr(after_update is not None), "stages": texts_of_stages(stages),
-                "noise_scale": texts_of_stages(() if noise_scale is None else (noise_scale,)),
-                "loss_scaler": "None" if loss_scaler is None else text_of(loss_scaler),
-                **{f"the optimizer's {name}": text for name, text in (
-                    describe(optimizer).items() if getattr(reducer, "compare", False) else ())}})
-        self.exchange = exchange = _exchange_of(reducer, optimizer, accumulated, needing_whole_gradients(
-            clip_norm=clip_norm, on_nonfinite=on_nonfinite, loss_scaler=loss_scaler, noise_scale=noise_scale,
-            stages=stages), stages if noise_scale is None else (*stages, noise_scale))
-        settings["reducer"] = exchange.describe()
-        self._optimizer, self._noise_scale, self._is_in_backward = optimizer, noise_scale, False
-        if loss_scaler is not None:
-            require_scale(loss_scaler.scale_value)
-        length.share(exchange.inside)
-        stages = stages_of(loss_scaler, on_nonfinite, noise_scale, stages, self)
-        self.window = window = Window(optimizer, length, stages, exchange, reduction, clip_norm,
-                                      () if after_update is None else (after_update,))
-        name_state(optimizer, window.prefix)
-        of_hook = _state_of_hook(after_update, optimizer)
-        self.boundary, self._stream = Boundary(window, settings, max_skips, of_hook), Stream(window)
-        self.boundary.watch(self, f"{type(optimizer).__name__} of {weights[0].name}")
-        self._kept = (*window.run_state, *of_hook, *(p for stage in stages for p in stage.run_state))
-        self.weights = window.weights
-        self.mini_step, self.update_step, self.seen = window.mini_step, window.update_step, window.seen
-        self.closed_windows, self.weight_sum = window.closed_windows, window.weight_sum
-        self.skipped, self.skipped_in_row = window.skipped, window.skipped_in_row
-        self.window_weight, self.grad_norm = window.window_weight, window.grad_norm
-
-    # --- by hand ------------------------------------------------------------------------------------------------------
+        self.boundary = boundary_of(optimizer, accumulate_step, {"the kind of step": "Accumulator"},
+                                    reduction=reduction, needs_buffers=True, eager=True, clip_norm=clip_norm,
+                                    **options)
+        self.window = window = self.boundary.window
+        window.unit = window.unit or 1.0
+        self.weights = ParameterTuple(window.exchange.parameters)
+        self.names, self.shapes = tuple(p.name for p in self.weights), tuple(tuple(p.shape) for p in self.weights)
 
     def __call__(self, grads: Gradients, weight: Scalar = 1.0) -> Tensor:
         """Add the gradients of one microbatch, and update if the window is full.
@@ -242,271 +177,60 @@ class Accumulator(Uncopied):
             Whether this microbatch closed the window: bool Tensor of shape `()`.
 
         Raises:
-            TypeError, ValueError: If `grads` or `weight` does not fit (in graph mode: when the graph is compiled). The
-                state is then unchanged.
-            RuntimeError: If a train step or a cell uses this accumulator (in graph mode: when the graph is compiled).
-            ValueError: If a parameter is frozen (in graph mode: when the graph is compiled; not later).
+            TypeError, ValueError: If `grads` or `weight` does not fit (in graph mode: when the graph is compiled), or
+                there is a reducer: ranks have to meet on the host before they exchange.
         """
-        note_called(self.window.number, isconstant(self.mini_step), False)
         self.add(grads, weight)
-        closed = self.close_if(self.window.is_full())
-        note_called(self.window.number, isconstant(self.mini_step), True)
-        return closed
+        return self.close_if(self.window.is_full())
 
-    def epoch(self, batches: Iterable[Batch], resume: Optional[bool] = None) -> Iterator[Batch]:
-        """Yield the batches of an epoch for a loop that calls `backward`, and apply the incomplete last window.
+    def add(self, grads: Gradients, weight: Scalar = 1.0) -> Tensor:
+        """Add the gradients of one microbatch, as a call does, without an update. Return how many the window holds.
 
-        Until the loop ends, MindSpore records what runs op by op, as under `loss.backward()` in PyTorch. Some of its
-        optimizers change nothing then (`nn.AdamWeightDecay`): call others than this accumulator's outside of the loop.
-        A gradient in a function that `ms.jit` compiles meanwhile may fail (`GatherDGradV2`, in 2.10): for such a
-        microbatch, write a plain loop and `flush()`.
-
-            for data, label in accumulator.epoch(dataset):
-                loss = loss_fn(network(data), label)
-                accumulator.backward(loss, weight=len(data))
-
-        Leaving the loop early leaves the window open; `flush()` applies it. With several ranks, every rank then has to
-        call it.
-
-        Args:
-            batches: Any iterable. Batches are yielded as they are.
-            resume: After `load_checkpoint` in the middle of an epoch, as in `TrainStep.epoch`: True skips the batches
-                that were trained; with False, `batches` are only the others. A batch is trained if the body has called
-                `backward` in it, or has ended.
-
-        Raises:
-            RuntimeError: After `load_checkpoint` in the middle of an epoch, if `resume` is not given; with
-                `resume=True`, if the last loop was left; if this loop is to go on after another one has begun.
-            ValueError: If there are fewer batches than were trained before.
+        int32 Tensor of shape `()`.
         """
-        require_backward()
-        return Epoch(self._epoch(batches, resume), "accumulator", "batch", batches,
-                     lambda: self.boundary.skips(False) if resume else 0)
+        grads, weight = checked_gradients(self.names, self.shapes, grads), as_weight(weight)
+        self.window.begin(grads[-1])
+        self.window.add(grads, weight, None, END)
+        return unstack(self.window.counts)[HELD] + 0
 
-    def _epoch(self, batches: Iterable[Batch], resume: Optional[bool]) -> Generator[Batch, None, None]:
-        boundary = self.boundary
-        skip = boundary.begin_epoch(resume)
-        loop, is_empty, (epochs, trained) = boundary.loop, True, self.window.place.asnumpy().tolist()
-        try:
-            with recording() as record:
-                for batch in without_first(skip, batches):
-                    is_empty, trained = False, trained + 1
-                    record()  # a gradient that the loop has computed may have switched it off
-                    boundary.begin_batch((epochs, trained))
-                    yield batch
-                    boundary.end_batch(loop, (epochs, trained))
-            if is_empty and skip == 0:
-                warn_of_no_batch("accumulator")
-            boundary.flush(ends_epoch=True)
-            boundary.end_epoch(is_empty)
-        except GeneratorExit:  # the loop was left
-            raise
-        except BaseException:
-            boundary.note_interrupted(loop)
-            raise
-
-    def backward(self, loss: Tensor, weight: Scalar = 1.0) -> Tensor:
-        """Run the backward pass of a loss, add its gradients, and update if the window is full: op by op, in `epoch`.
-
-        It takes the place of `loss.backward()`, `optimizer.step()` and `zero_grad()`. Each gradient is added to its
-        buffer during the backward pass, and then forgotten, unless a stage looks at gradients or ranks sum each
-        microbatch. Parameters that the loss does not depend on get a gradient of 0. With a loss scaler, it scales the
-        loss itself. It uses private functions of MindSpore, which fail for layers with `recompute()` or a `bprop` of
-        their own (2.10); `make_train_step(..., eager=True)` needs none, and takes these.
-
-        Args:
-            loss: Of one microbatch, computed in PyNative mode, not from `scaled`: float Tensor of shape `()`. With
-                `reduction="mean"` the undivided mean, with "sum" divided by `accumulate_step`.
-            weight: See a call.
-
-        Returns:
-            Whether this microbatch closed the window: bool Tensor of shape `()`.
-
-        Raises:
-            TypeError, ValueError: If `loss` or `weight` does not fit. The state is then unchanged.
-            RuntimeError: If nothing was recorded for `loss`; if a parameter holds a gradient of another backward pass,
-                or is sharded; if a gradient came twice (the open window must then be dropped); if MindSpore lacks these
-                private functions; and as in a call.
-
-        Source: `Accelerator.backward` of Hugging Face Accelerate; the hooks are those of PyTorch's tutorial on fusing
-        the optimizer step into the backward pass.
-        """
-        require_backward()
-        require_scalar_loss(loss)
-        weight = as_weight(weight)
-        window, number = self.window, self.window.number
-        note_called(number, True, False)
-        note_filled(number)
-        if not self._is_in_backward:  # otherwise, an interrupt has stopped the last call: these are its own
-            require_untouched(window.weights)
-        self._is_in_backward, scaled, gradients = True, self.scaled(loss), None
-        try:
-            with unrecorded():
-                window.begin(loss)
-            self._stream(weight, partial(self._run_backward, scaled))
-            if not window.streams:
-                gradients = tuple([ops.zeros_like(p) if gradient_of(p) is None else gradient_of(p)
-                                   for p in window.weights])
-        finally:
-            for parameter in window.weights:
-                forget_gradient(parameter)
-            self._is_in_backward = False
-        with unrecorded():
-            window.add(gradients, weight, ends=1)
-            closed = window.close_if(window.is_full())
-        note_called(number, True, True)
-        return closed
-
-    def _run_backward(self, loss: Tensor) -> None:
-        self._stream.start()
-        backward(loss, self.window.weights)
-
-    def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
-        """Add one microbatch to the open window, without an update. Arguments and errors are those of a call."""
-        note_filled(self.window.number)
-        self.window.add(grads, as_weight(weight), ends=1, begun=False)
-
-    def close_if(self, condition: Tensor) -> Tensor:
-        """Close the window by a rule of your own: update if `condition`, a bool Tensor of shape `()`, is true.
-
-        Inside `ms.jit`, use it instead of an `if` around `apply`: graph mode drops a branch that nothing depends on,
-        without an error, as in `if done: acc.apply()` before `return done`.
-
-        Return whether a window that held microbatches was closed: bool Tensor of shape `()`. Raise TypeError if
-        `condition` is neither a Tensor nor a bool, ValueError if it is a Tensor of more than one element.
-        """
+    def close_if(self, condition: Union[bool, Tensor]) -> Tensor:
+        """Close the open window if `condition` is true. Return whether one with microbatches was closed: bool `()`."""
         require_condition(isinstance(condition, bool), condition.shape if isinstance(condition, Tensor) else None)
-        note_closed(self.window.number, isconstant(self.mini_step), True)  # in a graph, no value is known
-        return self.window.close_if(condition)
-
-    def apply(self) -> None:
-        """Close the window now, even if it is not full: exchange, normalise, clip, run the optimizer, clear.
-
-        For an empty window, the optimizer runs with a gradient of 0, unless `on_nonfinite` or a loss scaler drops it;
-        `flush` does nothing in this case.
-        """
-        note_closed(self.window.number, isconstant(self.mini_step), True)
-        self.window.close()
-
-    def flush(self) -> bool:
-        """Apply the incomplete window if one is open; with "mean", divided by the weights in it. Call it from Python.
-
-        Call the `flush` of a train step if you have one: it knows the number of pieces. With several ranks, every rank
-        has to call it, and it returns when all have called it. Until then, this rank takes part with weight 0 in the
-        windows of ranks that have more microbatches. Return whether a window was closed: applied, or dropped because it
-        is not finite. Raise RuntimeError if an error left a part of a batch in it, or stopped an update.
-        """
-        return self.boundary.flush()[0]
-
-    def reset(self) -> None:
-        """Drop the open window, also after an error: set the buffers, `mini_step` and `weight_sum` to 0."""
-        note_closed(self.window.number, isconstant(self.mini_step), False)
-        self.window.reset()
+        require_one_device(self.window.exchange.ranks)
+        held = unstack(self.window.counts)[HELD] + 0
+        if condition:
+            self.window.close()
+        return unstack(self.window.counts)[HELD] < held  # from the state after the branch, which keeps the branch
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """Return the value to differentiate: the loss, times the loss scale if there is one."""
-        return self.window.scaled_loss(loss)
+        """Return the loss times the scale of the loss scaler, and of stages: differentiate this."""
+        return self.window.scale_loss(loss)
 
-    def require_progress(self) -> None:
-        """Raise RuntimeError if more than `max_skips` were skipped in a row. Not for graphs: it waits for the device.
+    def close(self) -> bool:
+        """Close the window if it is full, on the host: call it after each `add`. Return whether it was closed.
+
+        With several ranks, all call it: they meet, and exchange. It waits for the device.
         """
-        self.boundary.require_progress()
+        self.boundary.missing, self.boundary.is_closed = None, False
+        self.boundary.known()
+        return self.boundary.is_closed
+
+    def flush(self) -> bool:
+        """Apply the incomplete window, if one is open. Return whether there was one. Call it after the last microbatch.
+        """
+        return self.boundary.flush()
+
+    def reset(self) -> None:
+        """Drop the open window, also after an error, and a row of dropped windows."""
+        self.boundary.reset()
 
     def status(self) -> Status:
-        """Return all counters in one read, which waits for the device."""
+        """Return the counters in one read, which waits for the device."""
         return self.boundary.status()
 
-    # While MindSpore compiles, it takes `repr` of all globals, and `str` of those in use without a `__name__` (2.10).
-    # Neither may read the device there.
-    __name__ = "accumulator"
 
-    def __str__(self) -> str:
-        """Return the settings and counters as text. It waits for the device."""
-        return self.boundary.described(type(self).__name__, "of weight")
-
-    @property
-    def optimizer(self) -> nn.Optimizer:
-        """Return it as given."""
-        return self._optimizer
-
-    @property
-    def noise_scale(self) -> Optional[Stage]:
-        """Return it as given."""
-        return self._noise_scale
-
-    @property
-    def loss_scaler(self) -> Optional[amp.LossScaler]:
-        """Return it as given."""
-        return self._loss_scaler
-
-    # --- for steps, cells and checkpoints -----------------------------------------------------------------------------
-
-    @property
-    def parameters(self) -> ParameterTuple:
-        """Return all state. Names are unique in the process."""
-        return ParameterTuple([*self.window.window_state, *self._kept])
-
-    @property
-    def state(self) -> dict[str, Parameter]:
-        """Return all state by its name in a checkpoint, which is the same in the next process.
-
-        It includes buffers that no window has needed yet; these take no memory, and are 0.
-        """
-        return {own_name(self.optimizer, p.name): p for p in self.parameters}
-
-
-Accumulator.__init__ = spelled(  # type: ignore[method-assign]
-    Accumulator.__init__, reduction='give reduction="mean" if you do not divide the loss, and the number of samples as '
-    'its weight: accumulator(grads, weight=len(data)); or reduction="sum" if you divide the loss by accumulate_step, '
-    "as a script from MindSpore's tutorial does")
-fix_options(Accumulator, "optimizer", "accumulate_step", "reduction", "learning_rate", *Options.__annotations__)
-
-
-def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, accumulated: AccumulatedParameters,
-                 features: tuple[str, ...], stages: tuple[Stage, ...]) -> OneDevice:
-    if reducer is not None:
-        reducer = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
-        exchange = reducer.bind(accumulated)
-        require_divisible(optimizer, stages, exchange.divides_parameters)
-        return exchange
-    if accumulated.slices:
-        raise ValueError("the optimizer updates this rank's slices, but there is no reducer to gather them; give "
-                         "reducer=DataParallel(zero=1), or build the optimizer from network.trainable_params()")
-    warn_if_alone()
-    if not may_shard():
-        return OneDevice(accumulated)
-    require_whole_gradients(features)
-    return Slices(accumulated, features)
-
-
-def _warned_length(accumulate_step: AccumulateStep, buffer_dtype: Optional[ms.Type]) -> WindowLength:
-    """Return the length of windows, and warn if windows are too long for the buffers."""
-    length = length_of(accumulate_step)
-    buffer_dtype_of(buffer_dtype, ms.float32)  # raises, if it is no dtype of a buffer
-    warn_of_lost_gradients(buffer_dtype, length.longest)
-    return length
-
-
-def checked_clip_norm(clip_norm: object) -> Optional[float]:
-    """Return `clip_norm` as a float, or None. Raise TypeError or ValueError if it is not a number > 0."""
-    if clip_norm is None:
-        return None
-    return number("clip_norm", clip_norm, lambda norm: norm > 0, "a number > 0",
-                  'give a norm > 0, float("inf") to measure without clipping, or None')
-
-
-def checked_hook(after_update: object) -> Optional[Callable]:
-    """Return `after_update`. Raise TypeError if it cannot be called."""
-    if after_update is None:
-        return None
-    return instance_of("after_update", after_update, Callable, "a function without arguments, a Cell, or None")
-
-
-def _state_of_hook(hook: Optional[Callable], optimizer: nn.Optimizer) -> tuple[Parameter, ...]:
-    """Return the Parameters of a hook that is a Cell or a Cell's method, except the network's and the optimizer's."""
-    cell = getattr(hook, "__self__", hook)
-    if not isinstance(cell, nn.Cell):
-        return ()
-    updated = (*optimizer.parameters, *whole_parameters(optimizer.parameters))
-    others = {id(p) for p in (*updated, *(p for _, p in state_of(optimizer)))}
-    return tuple(p for p in cell.get_parameters() if id(p) not in others)
+def require_one_device(ranks: int) -> None:
+    """Raise ValueError for several ranks."""
+    if ranks > 1:
+        raise ValueError("with several ranks, a window is not closed in a graph, because ranks have to meet before; "
+                         "call accumulator.add(grads, weight) in the graph, and accumulator.close() after it")

@@ -56,27 +56,27 @@ class WindowLength:
 
     def __init__(self, accumulate_step: AccumulateStep) -> None:
         self.budget: Optional[float] = None
-        self.stages: tuple[tuple[int, int], ...] = ((0, 1),)
+        self.lengths: tuple[tuple[int, int], ...] = ((0, 1),)
         if isinstance(accumulate_step, UntilWeight):
-            self.stages, self.budget = ((0, accumulate_step.at_most),), accumulate_step.budget
+            self.lengths, self.budget = ((0, accumulate_step.at_most),), accumulate_step.budget
             self.description = f"until_weight({accumulate_step.budget:.9g}, at_most={accumulate_step.at_most})"
         elif isinstance(accumulate_step, Mapping):
-            self.stages = _stages("accumulate_step", accumulate_step, _REMEDY)
-            self.description = str(dict(self.stages))
+            self.lengths = _stages("accumulate_step", accumulate_step, _REMEDY)
+            self.description = str(dict(self.lengths))
         else:
-            self.stages = ((0, _length("accumulate_step", accumulate_step, _REMEDY)),)
-            self.description = str(self.stages[0][1])
-        self.constant = None if len(self.stages) > 1 else self.missing(0, 0)
-        self.is_one = self.stages == ((0, 1),)
-        longest = max(length for _, length in self.stages)
+            self.lengths = ((0, _length("accumulate_step", accumulate_step, _REMEDY)),)
+            self.description = str(self.lengths[0][1])
+        self.constant = None if len(self.lengths) > 1 else self.missing(0, 0)
+        self.is_one = self.lengths == ((0, 1),)
+        longest = max(length for _, length in self.lengths)
         self.longest = longest if self.budget is None or longest < LARGEST_INT32 else ceil(self.budget)
 
     def length(self, update_step: Tensor) -> Union[int, Tensor]:
         """Return the length of the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""
-        length = self.stages[0][1]
-        if len(self.stages) > 1:  # in a graph, to compile the slice takes time
-            for start, stage_length in self.stages[1:]:
-                length = ops.where(update_step >= start, stage_length, length)
+        length = self.lengths[0][1]
+        if len(self.lengths) > 1:  # in a graph, to compile the slice takes time
+            for start, longer in self.lengths[1:]:
+                length = ops.where(update_step >= start, longer, length)
         return length
 
     def updates_of(self, microbatches: int, epochs: int = 1) -> int:
@@ -88,7 +88,7 @@ class WindowLength:
         for _ in range(whole_number("epochs", epochs, "give the epochs of a run")):
             left = microbatches
             while left > 0:
-                length, ends = self.host_length(updates), [start for start, _ in self.stages if start > updates]
+                length, ends = self.host_length(updates), [start for start, _ in self.lengths if start > updates]
                 windows = min(-(-left // length), min(ends, default=updates + left) - updates)
                 updates, left = updates + windows, left - windows * length
         return updates
@@ -107,7 +107,7 @@ class WindowLength:
 
     def host_length(self, update_step: int) -> int:
         """Return the result of `length` as an int."""
-        return next(length for start, length in reversed(self.stages) if start <= update_step)
+        return next(length for start, length in reversed(self.lengths) if start <= update_step)
 
     def missing(self, microbatches: int, update_step: int, weight: float = 0.0) -> int:
         """Return the least number of microbatches that a window of so many, with this weight, still needs.

@@ -1,43 +1,172 @@
-"""Read from an optimizer the parameters to accumulate gradients for, and its own state."""
+"""The learning rates and the state of an optimizer: the only place that knows how those of MindSpore hold theirs."""
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from inspect import unwrap
 from math import inf, nan, prod
 from numbers import Real
 from typing import Any, Union
 from warnings import warn
-from weakref import WeakKeyDictionary, ref
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ..arguments import number
-from ..distributed.zero import whole_of
-from ..mindspore_api import LearningRateSchedule
+from ..distributed.exchange import whole_of
 from ..tensors import FLOATS, require_trainable
-from .reach import codes_in
 
-INSTANCE = re.compile(r"^accumulator\d+\.")  # the prefix of an accumulator's Parameters, if `cell_prefix` is taken
-_PLACE = re.compile(r"\[(\d+)\]$")
-_RATE = re.compile(r"(^|[.[])(learning_rate|lr)(_group_\d+|\[\d+\]|\])*$")  # names of `rates_of`
-_GROUP = re.compile(r"_group_(\d+)$")
-_IN_SCHEDULE = re.compile(r"(group_)?(learning_rate|lr)[.[]")  # places
-_COMPILED = ("mindspore.nn.optim.", "mindspore.experimental.optim.")  # where optimizers are that MindSpore compiles
 _GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order in which a process creates them
-_CONSTANT = (Real, str, type(None))
-_NO_OPTIONS = ("lr", "initial_lr")  # a Parameter, unless a script has just replaced it; what only a scheduler reads
-_named_by: dict[str, ref] = {}
-_prefixes: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # of the names of accumulators' Parameters
+_GROUP = re.compile(r"_group_(\d+)$")
 _UNKNOWN = ("{} has no learning rate that can be read, expected an attribute learning_rate, a Parameter of shape (), "
             "or param_groups; build nn.AdaFactor with relative_step=False")
-_FIXED = ("the learning rate of {} is no Parameter, so compiled graphs keep it; make it a Parameter of shape ()")
-_SCHEDULED = ("the learning rate of {} is a {}: each update computes it from the update count, so it cannot be set; "
-              "build the optimizer with a number, e.g. learning_rate={:g}, and set that; or save_checkpoint, build the "
-              "optimizer with another schedule or list, and load_checkpoint")
+_FIXED = ("the learning rate of {} is a {}, which each update computes or graphs hold, so it cannot be set; build the "
+          "optimizer with a number, e.g. learning_rate={:g}, and set that")
+_CHANGED = ("param_groups was given another {}, which compiled graphs do not see; set train_step.learning_rate, or "
+            "give other options when the optimizer is built")
+
+
+class Rates:
+    """Read and set the rates of `nn`, `experimental` and `mint` optimizers, and of a Cell that calls several of them.
+
+    State whose name is not unique (of several optimizers in one Cell) is renamed by its path: a graph would raise an
+    error for it. So build it before anything is compiled.
+
+    Args:
+        optimizer: The optimizer.
+
+    Attributes:
+        state: All Parameters of the optimizer by name, without those that are trained, and those in a schedule or a
+            list of rates, which the script gives.
+        divided: The whole parameter of each state that is cut as its slice is (ZeRO), by name.
+        parameters: The state that a script gives as a number: learning rates and momentum, by name.
+        given: The values of these when this was built.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._name, self._rates = type(optimizer).__name__, []  # type: str, list[tuple[Any, Any]]
+        self._groups: list[tuple[dict, dict]] = []
+        found = list(_inside(optimizer if isinstance(optimizer, nn.Cell) else dict(vars(optimizer)), set()))
+        fixed = {id(p) for p in optimizer.parameters}
+        for each in [optimizer, *(held for _, held in found if hasattr(held, "parameters"))]:
+            for group in getattr(each, "param_groups", ()):
+                if isinstance(group.get("lr_float"), Real):  # `mint.optim.SGD` updates with this number, not with "lr"
+                    group["lr_float"] = group["lr"]
+                self._groups.append((group, dict(group)))
+            self._rates += [(each, rate) for rate in _rates_in(each) if all(rate is not r for _, r in self._rates)]
+        for _, rate in self._rates:
+            fixed |= {id(p) for p in rate.get_parameters()} if isinstance(rate, nn.Cell) else set()
+        state = [(place, p) for place, p in found if isinstance(p, Parameter) and id(p) not in fixed]
+        times = Counter(p.name for _, p in state)
+        for place, parameter in state:
+            if times[parameter.name] > 1:
+                parameter.name = place
+        self.state = {place if _GENERATED.fullmatch(p.name) else p.name: p for place, p in state}
+        rates = {id(rate) for _, rate in self._rates}
+        self.parameters = {name: p for name, p in self.state.items()
+                           if id(p) in rates or (name.rpartition(".")[2] == "momentum" and p.ndim == 0)}
+        self.given = {name: float(p) for name, p in self.parameters.items()}
+        self.divided = _divided(optimizer, self.state)
+
+    def read(self, offset: int = 0) -> tuple[float, ...]:
+        """Return the rates of the next update; with `offset` -1 those of the last one. NaN where there is none."""
+        # They are float32, and given in their shortest form: 0.1, not 0.10000000149011612.
+        return tuple(float(str(np.float32(_rate_at(rate, optimizer, offset)))) for optimizer, rate in self._rates)
+
+    def next(self) -> Union[float, tuple[float, ...]]:
+        """Return the rate of the next update; several in a tuple. Raise ValueError if it is unknown."""
+        if not self._rates:
+            raise ValueError(_UNKNOWN.format(self._name))
+        rates = self.read()
+        return rates if len(rates) > 1 else rates[0]
+
+    def set(self, given: Any) -> None:
+        """Set the rates: one number for all, or one for each. Raise an error, before any is set, if one is no number.
+        """
+        before = np.ravel(self.next())
+        fixed = next((rate for _, rate in self._rates if not isinstance(rate, Parameter)), None)
+        if fixed is not None:
+            kind = getattr(fixed, "cls_name", type(fixed).__name__).replace("_IteratorLearningRate", "list of rates")
+            raise ValueError(_FIXED.format(self._name, kind, before[0]))
+        values = [*given] if isinstance(given, (list, tuple)) else [given] * len(self._rates)
+        if len(values) != len(self._rates):
+            raise ValueError(f"learning_rate is {len(values)} numbers, expected one for each of the {len(self._rates)} "
+                             f"rates of {self._name}, or one number for all")
+        values = [number("learning_rate", v, lambda rate: 0 <= rate < inf, "a finite number >= 0") for v in values]
+        for (_, rate), value in zip(self._rates, values):
+            ops.assign(rate, Tensor(value, rate.dtype))
+
+    def described(self) -> str:
+        """Return the rates and the plain options of all groups as text, to compare ranks."""
+        plain = [{name: value for name, value in given.items() if isinstance(value, (Real, str, tuple))}
+                 for _, given in self._groups]
+        return f"{self.given} {self.read()} {plain}"
+
+    def require_unchanged(self) -> None:
+        """Raise RuntimeError if a script has put something into `param_groups`."""
+        for group, given in self._groups:
+            for name, value in given.items():
+                now = group.get(name)
+                if now is not value and (isinstance(value, (Tensor, list)) or now != value):
+                    raise RuntimeError(_CHANGED.format(name))
+
+    def require_next(self) -> None:
+        """Raise ValueError if a list has no rate for the next update."""
+        if any(np.isnan(rate) for (_, cell), rate in zip(self._rates, self.read()) if isinstance(cell, nn.Cell)):
+            raise ValueError("the optimizer's list of learning rates is used up, expected a rate for each update; "
+                             "ms_accum.updates_of(accumulate_step, microbatches, epochs) counts them")
+
+
+def _rates_in(optimizer: Any) -> list[Any]:
+    """Return the rates of one optimizer in the order of its groups: Parameters, numbers or schedules.
+
+    Of MindSpore's `nn` optimizers, all groups without a rate of their own have one together. With "order_params",
+    schedules are in the order of the parameters. There is none if the optimizer computes its own rate (`nn.AdaFactor`).
+    """
+    if isinstance(optimizer, nn.LARS):
+        return []  # those of the optimizer that it holds
+    groups = getattr(optimizer, "param_groups", None)
+    if groups:
+        return [group["lr"] for group in groups]
+    rates = () if getattr(optimizer, "relative_step", False) else getattr(optimizer, "learning_rate", ())
+    rates = rates if isinstance(rates, (list, tuple, nn.CellList)) else [rates]
+    rates = [*{id(rate): rate for rate in rates}.values()]  # a group's rate is listed once for each of its parameters
+    if getattr(optimizer, "is_group_params_ordered", False) and all(isinstance(rate, Parameter) for rate in rates):
+        numbers = [_GROUP.search(rate.name) for rate in rates]  # of their groups; the common rate has none
+        used = {int(found[1]) for found in numbers if found}
+        common = next(i for i in range(len(rates) + 1) if i not in used)
+        rates = [rate for _, _, rate in sorted(
+            (int(found[1]) if found else common, i, rate) for i, (found, rate) in enumerate(zip(numbers, rates)))]
+    return rates
+
+
+def _rate_at(rate: Any, optimizer: Any, offset: int) -> float:
+    if not isinstance(rate, nn.Cell):
+        return float(rate)
+    updates = int(optimizer.global_step) + offset
+    listed = getattr(rate, "learning_rate", None)
+    is_past = isinstance(listed, Parameter) and listed.ndim == 1 and updates >= listed.size
+    return nan if updates < 0 or is_past else float(rate(Tensor([updates], ms.int32)).reshape(()))
+
+
+def _divided(optimizer: Any, state: dict[str, Parameter]) -> dict[str, Parameter]:
+    """Return the whole parameter of each state that is cut as its slice is, by name.
+
+    Such state has the shape of the slice; and its name ends in that of the whole parameter, or it is in a list that has
+    one entry for each slice.
+    """
+    slices = [p for p in optimizer.parameters if whole_of(p) is not p]
+    found = {}
+    for name, parameter in state.items() if slices else ():
+        named = [p for p in slices if parameter.name.endswith(f".{whole_of(p).name}")]
+        listed = re.search(r"\[(\d+)\]$", name)
+        own = max(named, key=lambda p: len(whole_of(p).name), default=None)
+        if own is None and listed is not None and int(listed[1]) < len(slices):
+            own = slices[int(listed[1])]
+        if own is not None and tuple(own.shape) == tuple(parameter.shape):
+            found[name] = whole_of(own)
+    return found
 
 
 def checked_parameters(optimizer: object, name: str = "optimizer") -> tuple[Parameter, ...]:
@@ -50,309 +179,32 @@ def checked_parameters(optimizer: object, name: str = "optimizer") -> tuple[Para
     if not parameters:
         raise ValueError("optimizer holds no parameters, expected at least one; give it network.trainable_params()")
     for parameter in parameters:
-        _require_accumulable(parameter)
+        if parameter.dtype not in FLOATS:
+            raise TypeError(f"{parameter.name} is a parameter of {parameter.dtype}, expected a float dtype; "
+                            "leave it out of the optimizer")
+        if prod(parameter.shape) == 0:
+            raise ValueError(f"{parameter.name} has shape {tuple(parameter.shape)}, expected at least one element; "
+                             "leave it out of the optimizer")
     require_trainable(parameters)
     twice = next((name for name, times in Counter(p.name for p in parameters).items() if times > 1), None)
     if twice is not None:
         raise ValueError(f"optimizer holds two parameters called {twice}, expected each one once; "
                          "give it network.trainable_params()")
-    _require_unscaled(optimizer)
-    return tuple(parameters)
-
-
-def warn_if_idle(optimizer: nn.Optimizer) -> None:
-    """Warn of an optimizer of `mindspore.mint` that runs op by op on CPU: it changes no parameter (MindSpore 2.10)."""
-    if type(optimizer).__module__.startswith("mindspore.mint.") and ms.get_context("device_target") == "CPU":
-        warn(f"mint.optim.{type(optimizer).__name__} changes no parameter op by op on CPU (MindSpore 2.10); call "
-             "set_context(mode=GRAPH_MODE), or use make_train_step without eager=True, or an optimizer of "
-             "mindspore.nn", UserWarning, stacklevel=2)
-
-
-def require_rates(optimizer: nn.Optimizer) -> None:
-    """Raise ValueError if a list of learning rates has no rate for the next update. It waits for the device."""
-    for _, cell in optimizer.cells_and_names() if isinstance(optimizer, nn.Cell) else ():
-        rates = getattr(cell, "learning_rate", None) if isinstance(cell, LearningRateSchedule) else None
-        if isinstance(rates, Parameter) and rates.ndim == 1:
-            if int(optimizer.global_step) >= rates.size:
-                raise ValueError(f"the optimizer's list of {rates.size} learning rates is used up, expected a rate for "
-                                 "each update; ms_accum.updates_of(accumulate_step, microbatches, epochs) counts them")
-
-
-def state_of(optimizer: object) -> list[tuple[str, Parameter]]:
-    """Return all state of an optimizer with names: moments, counts and learning rates, but not the trained parameters.
-
-    State is every Parameter of a Cell, also in lists, tuples and dicts at any depth, where MindSpore does not find it
-    (e.g. the learning rates in `param_groups`). The name is the Parameter's own, or its place (`slots[0].first`) if its
-    name is missing or not unique; both are equal in the next process. Plain Python numbers are not found; MindSpore's
-    optimizers that run on CPU keep none (2.10).
-    """
-    found = _placed_state(optimizer)
-    times = Counter(p.name for _, p in found)
-    return [(place if times[p.name] > 1 or _GENERATED.fullmatch(p.name) else p.name, p) for place, p in found]
-
-
-def _placed_state(optimizer: object) -> list[tuple[str, Parameter]]:
-    """Return the state with its places. An optimizer that is not a Cell holds it in its attributes."""
-    return [(place, held) for place, held in _inside(*_holder_and_network(optimizer)) if isinstance(held, Parameter)]
-
-
-def _holder_and_network(optimizer: object) -> tuple[object, set[int]]:
-    """Return what holds the state of an optimizer, and what is none, by `id`: the trained parameters."""
-    holder = optimizer if isinstance(optimizer, nn.Cell) else dict(getattr(optimizer, "__dict__", {}))
-    return holder, {id(p) for p in getattr(optimizer, "parameters", ())}
-
-
-def other_state_of(optimizer: object) -> dict[str, Any]:
-    """Return what a user's own optimizer holds that is no Parameter, by place: Tensors, and numbers as attributes.
-
-    Op by op, its updates may put others there, e.g. moments by name in a dict. A checkpoint does not hold them.
-    """
-    if type(optimizer).__module__.startswith("mindspore."):
-        return {}
-    attributes = getattr(optimizer, "__dict__", {})
-    found = {name: held for name, held in attributes.items() if type(held) in (int, float) and name[0] != "_"}
-    return found | {place: held for place, held in _inside(*_holder_and_network(optimizer))
-                    if isinstance(held, Tensor) and not isinstance(held, Parameter)}
-
-
-def is_compiled(optimizer: object) -> bool:
-    """Return whether MindSpore compiles updates of an optimizer also op by op: those of its own classes.
-
-    A subclass, or a Cell that holds such an optimizer, may call them.
-    """
-    holder, network = _holder_and_network(optimizer)
-    held = [each for _, each in _inside(holder, network) if hasattr(each, "parameters")]
-    return any(_calls_compiled(type(each)) for each in (optimizer, *held))  # not of its schedules
-
-
-def _calls_compiled(kind: type) -> bool:
-    for base in kind.__mro__:
-        if base.__module__.startswith(_COMPILED):
-            return True
-        code = getattr(unwrap(vars(base).get("construct", _calls_compiled)), "__code__", None)
-        if "construct" in vars(base) and (code is None or all("construct" not in each.co_names
-                                                              for each in codes_in(code))):
-            return False  # it calls no construct of a base
-    return False
-
-
-def rates_of(optimizer: object) -> dict[str, Parameter]:
-    """Return the Parameters whose values a script gives, by name: learning rates, all in schedules, and momentum."""
-    found = {}
-    for (name, parameter), (place, _) in zip(state_of(optimizer), _placed_state(optimizer)):
-        name = own_name(optimizer, name)
-        # Other Parameters called momentum are buffers.
-        if (_RATE.search(name) and parameter.ndim <= 1) or (name == "momentum" and parameter.ndim == 0) or (
-                _IN_SCHEDULE.match(place)):
-            found[name] = parameter
-    return found
-
-
-def options_of_groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the plain values in `param_groups`, which graphs hold as constants, as JSON has them: tuples as lists."""
-    return [{name: _as_in_json(value) for name, value in group.items()
-             if name not in _NO_OPTIONS and all(isinstance(each, _CONSTANT) for each in
-                                                (value if isinstance(value, tuple) else (value,)))}
-            for group in getattr(optimizer, "param_groups", ())]
-
-
-def _as_in_json(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_as_in_json(each) for each in value]
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def load_options(optimizer: Any, own: list[dict[str, Any]], first: list[dict[str, Any]], saved: list[dict[str, Any]]
-                 ) -> list[str]:
-    """Set values in `param_groups` to those of a checkpoint, where its script gave the same ones as this one.
-
-    Return texts of what this takes back.
-
-    Args:
-        optimizer: The optimizer.
-        own, first: What this script gave, and that of the checkpoint. See `options_of_groups`.
-        saved: The values when it was saved.
-    """
-    taken_back, groups = [], getattr(optimizer, "param_groups", ())
-    for group, now, mine, theirs, values in zip(groups, options_of_groups(optimizer), own, first, saved):
-        for name in now.keys() & mine.keys() & theirs.keys() & values.keys():
-            if mine[name] == theirs[name] and now[name] != values[name]:
-                if now[name] != mine[name]:
-                    taken_back.append(f"{name} {now[name]} -> {values[name]} (set it again after the load)")
-                group[name] = tuple(values[name]) if isinstance(values[name], list) else values[name]
-    return sorted(taken_back)
-
-
-def assign_rates_of_groups(optimizer: Any) -> None:
-    """Assign learning rates that a script has put into `param_groups`, as in PyTorch, to the Parameters of graphs."""
-    for group, rate in zip(getattr(optimizer, "param_groups", ()), getattr(optimizer, "lrs", ())):
-        if isinstance(rate, Parameter) and group["lr"] is not rate:
-            ops.assign(rate, Tensor(float(group["lr"]), rate.dtype))
-            group["lr"] = rate
-            follow_rates(optimizer)
-
-
-def has_scheduler(optimizer: Any) -> bool:
-    """Return whether a scheduler of `mindspore.experimental.optim` sets the rates. It counts its steps itself."""
-    return any("initial_lr" in group for group in getattr(optimizer, "param_groups", ()))
-
-
-def rates_in(optimizer: Any) -> list[Any]:
-    """Return the learning rates of an optimizer in the order of its groups: Parameters, numbers or schedules.
-
-    Of MindSpore's `nn` optimizers, all groups without a rate of their own have one together. With "order_params",
-    schedules are in the order of the parameters. There is none if the optimizer computes its own rate (`nn.AdaFactor`).
-    """
-    optimizer = optimizer.opt if isinstance(optimizer, nn.LARS) else optimizer
-    groups = getattr(optimizer, "param_groups", None)  # of `mindspore.experimental.optim` and `mindspore.mint.optim`
-    if groups:  # `mint.optim.SGD` updates with "lr_float", a number, and a new value of "lr" has no effect (2.10)
-        return [group.get("lr_float", group["lr"]) for group in groups]
-    rates = () if getattr(optimizer, "relative_step", False) else getattr(optimizer, "learning_rate", ())
-    rates = rates if isinstance(rates, (list, tuple, nn.CellList)) else [rates]
-    rates = [*{id(rate): rate for rate in rates}.values()]  # a group's rate is listed once for each of its parameters
-    if getattr(optimizer, "is_group_params_ordered", False) and all(isinstance(rate, Parameter) for rate in rates):
-        numbers = [_GROUP.search(rate.name) for rate in rates]  # of their groups; the common rate has none
-        used = {int(number[1]) for number in numbers if number}
-        common = next(i for i in range(len(rates) + 1) if i not in used)
-        rates = [rate for _, _, rate in sorted(
-            (int(number[1]) if number else common, i, rate) for i, (number, rate) in enumerate(zip(numbers, rates)))]
-    return rates
-
-
-def rates_at(optimizer: Any, offset: int = 0) -> tuple[float, ...]:
-    """Return the learning rates of the next update; with `offset` -1 those of the last one.
-
-    They are NaN where there is none: before the first update, or after the last rate of a list.
-    """
-    return tuple(_rate_at(rate, optimizer, offset) for rate in rates_in(optimizer))
-
-
-def _rate_at(rate: Any, optimizer: Any, offset: int) -> float:
-    if not isinstance(rate, nn.Cell):
-        return float(rate)
-    updates = int(optimizer.global_step) + offset
-    listed = getattr(rate, "learning_rate", None)
-    is_past = isinstance(listed, Parameter) and listed.ndim == 1 and updates >= listed.size
-    return nan if updates < 0 or is_past else float(rate(Tensor([updates], ms.int32)).reshape(()))
-
-
-def next_rates(optimizer: Any) -> Union[float, tuple[float, ...]]:
-    """Return the learning rate of the next update; several in a tuple. Raise ValueError if it is unknown.
-
-    Rates are float32, and given in their shortest form: 0.1, not 0.10000000149011612.
-    """
-    rates = tuple(float(str(np.float32(rate))) for rate in rates_at(optimizer))
-    if not rates:
-        raise ValueError(_UNKNOWN.format(type(optimizer).__name__))
-    return rates if len(rates) > 1 else rates[0]
-
-
-def set_rates(optimizer: Any, given: Any) -> None:
-    """Set the learning rates: one number for all, or one for each.
-
-    Raise TypeError or ValueError, before anything is set, if there is a schedule or a list of rates, or numbers do not
-    fit.
-    """
-    rates, before = rates_in(optimizer), next_rates(optimizer)
-    name, scheduled = type(optimizer).__name__, [rate.cls_name for rate in rates if isinstance(rate, nn.Cell)]
-    if scheduled:  # `_ConvertToCell` wraps a number beside schedules of other groups
-        kind = next((each for each in scheduled if each != "_ConvertToCell"), "")
-        kind = "list of rates" if kind == "_IteratorLearningRate" else f"schedule ({kind})"
-        raise ValueError(_SCHEDULED.format(name, kind, np.ravel(before)[0]))
-    values = [*given] if isinstance(given, (list, tuple)) else [given] * len(rates)
-    if len(values) != len(rates):
-        raise ValueError(f"learning_rate is {len(values)} numbers, expected one for each of the {len(rates)} rates "
-                         f"of {name}, or one number for all")
-    values = [number("learning_rate", value, lambda rate: 0 <= rate < inf, "a finite number >= 0") for value in values]
-    follow_rates(optimizer, always=True)
-    rates = rates_in(optimizer)
-    if not all(isinstance(rate, Parameter) for rate in rates):
-        raise ValueError(_FIXED.format(name))
-    for rate, value in zip(rates, values):
-        ops.assign(rate, Tensor(value, rate.dtype))
-
-
-def follow_rates(optimizer: Any, always: bool = False) -> None:
-    """Let `mint.optim.SGD` update with its Parameter "lr" where it has another value than the constant in its graphs.
-
-    `always`: also if the values are equal. Graphs must then be compiled again; see `options_of_groups`.
-    """
-    for group in getattr(optimizer, "param_groups", ()):
-        constant = group.get("lr_float")
-        if isinstance(constant, Real) and (always or np.float32(constant) != group["lr"].asnumpy()):
-            group["lr_float"] = group["lr"]
-
-
-def divided_state(optimizer: object) -> dict[int, Parameter]:
-    """Return, by `id` of each Parameter of the state that is cut like a slice, the whole parameter of that slice.
-
-    Such state is a clone of the slice; or it has the slice's shape, and its name ends in the slice's name; or it is in
-    a list that has one entry for each slice, in the slice's shape.
-    """
-    slices = [p for p in getattr(optimizer, "parameters", ()) if whole_of(p) is not p]
-    clones = {id(clone): part for part in slices for clone in getattr(part.param_info, "cloned_obj", ())}
-    found: dict[int, Parameter] = {}
-    lists: dict[str, list[tuple[int, Parameter]]] = {}
-    for place, state in _placed_state(optimizer) if slices else ():
-        named = [p for p in slices if state.name.endswith(f".{whole_of(p).name}")]
-        part = clones.get(id(state), max(named, key=lambda p: len(whole_of(p).name), default=None))
-        number = _PLACE.search(place)
-        if part is None and number is not None:
-            lists.setdefault(place[:number.start()], []).append((int(number[1]), state))
-        elif part is not None and tuple(part.shape) == tuple(state.shape):
-            found[id(state)] = whole_of(part)
-    for members in lists.values():
-        if {i: tuple(state.shape) for i, state in members} == {i: tuple(p.shape) for i, p in enumerate(slices)}:
-            found.update((id(state), whole_of(slices[i])) for i, state in members)
-    return found
-
-
-def name_state(optimizer: object, prefix: str) -> None:
-    """Rename state whose name is not unique (`global_step` of two optimizers): graph mode raises an error for it.
-
-    Note the prefix, because the parameter that it is made of may get another name, e.g. in an `nn.CellList`.
-    """
-    _prefixes.setdefault(optimizer, set()).add(f"{prefix}.")
-    for name, state in state_of(optimizer):
-        owner = _named_by.get(state.name, ref(optimizer))()
-        if name == state.name and (owner is None or owner is optimizer):
-            _named_by[name] = ref(optimizer)
-        else:
-            state.name = f"{prefix}.{name}"
-
-
-def cell_prefix(optimizer: Any) -> str:
-    """Return the prefix of the names of an accumulator's Parameters, equal in every process; see `prefix_of`."""
-    return f"accumulator.{whole_of(optimizer.parameters[0]).name}."
-
-
-def own_name(optimizer: Any, name: str) -> str:
-    """Return the name of an optimizer's state without the prefixes of accumulators and cells that were built for it."""
-    before = ""
-    while name != before:  # each one may have added its own; see `name_state`
-        before, name = name, INSTANCE.sub("", name).removeprefix(cell_prefix(optimizer))
-        for prefix in _prefixes.get(optimizer, ()):
-            name = name.removeprefix(prefix)
-    return name
-
-
-def _require_accumulable(parameter: Parameter) -> None:
-    if parameter.dtype not in FLOATS:
-        raise TypeError(f"{parameter.name} is a parameter of {parameter.dtype}, expected a float dtype; "
-                        "leave it out of the optimizer")
-    if prod(parameter.shape) == 0:
-        raise ValueError(f"{parameter.name} has shape {tuple(parameter.shape)}, expected at least one element; "
-                         "leave it out of the optimizer")
-
-
-def _require_unscaled(optimizer: Callable) -> None:
-    """Raise ValueError for an optimizer with a loss scale of its own, also inside a wrapper such as `nn.LARS`."""
     for _, holder in (("", optimizer), *_inside(optimizer, set())):
         scale = getattr(holder, "loss_scale", 1)
         if isinstance(scale, Real) and scale != 1:
             raise ValueError(f"the optimizer has loss_scale={scale:g}, expected 1: it would divide gradients that were "
                              "not multiplied by it, or were already divided; leave loss_scale out of the optimizer and "
                              f"give loss_scaler=amp.StaticLossScaler({scale:g}) to make_train_step or TrainOneStepCell")
+    return tuple(parameters)
+
+
+def warn_if_idle(optimizer: Callable) -> None:
+    """Warn of an optimizer of `mindspore.mint` that runs op by op on CPU: it changes no parameter (MindSpore 2.10)."""
+    if type(optimizer).__module__.startswith("mindspore.mint.") and ms.get_context("device_target") == "CPU":
+        warn(f"mint.optim.{type(optimizer).__name__} changes no parameter op by op on CPU (MindSpore 2.10); call "
+             "set_context(mode=GRAPH_MODE), or use make_train_step without eager=True, or an optimizer of "
+             "mindspore.nn", UserWarning, stacklevel=2)
 
 
 def _inside(value: object, seen: set[int], place: str = "") -> Iterator[tuple[str, Union[Tensor, nn.Cell]]]:

@@ -1,179 +1,54 @@
-"""A stream of gradients: op by op, the backward pass adds each gradient to its buffer the moment it is computed.
-
-    forward pass ─► loss ─► start ─► backward pass ─► gradient of the last parameter ─► hook: weigh, add, forget
-                                                  ─► gradient of the one before     ─► hook ...
-
-So the gradients of two layers are never in memory together.
-"""
+"""Op by op, the backward pass adds each gradient to its buffer the moment it is computed, and forgets it."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import mindspore as ms
-from mindspore import Parameter, Tensor
+from mindspore import Tensor
 
-from ..mindspore_api import (
-    abandon,
-    add_hook,
-    enable,
-    executor,
-    gradient_of,
-    is_enabled,
-    is_recorded,
-    is_recording,
-    record_if,
-    run_backward,
-)
-from ..tensors import COMPLEX, FLOATS, checked_gradients
-from .kernels import add_one
-from .notes import note_use
-
-if TYPE_CHECKING:
-    from ..tensors import Scalar
-    from .window import Window
-
-Result = TypeVar("Result")
-_TWICE = ("the gradient of {} came more than once in one backward pass, so it was added more than once; train this "
-          "network with a compiled step; or call accumulator.reset(), which drops the open window, and continue with "
-          "the next batch")
+from ..mindspore_api import add_hook
+from ..tensors import Scalar, add_one
+from .window import Window
 
 
 class Stream:
-    """Run backward passes op by op, and add gradients to a window's buffers in them if `window.streams`.
+    """Put hooks on the parameters from the end of a forward pass to that of its backward pass.
 
-    Hooks are on the parameters from the end of the forward pass to that of the backward pass: other backward passes,
-    also inside the forward pass, see none.
-
-    Args:
-        window: The open window.
+    Gradients are handled as in PyTorch's DistributedDataParallel, whose hooks fill buckets.
     """
 
     def __init__(self, window: Window) -> None:
-        self.window, self.passes, self.current = window, 0, 0  # backward passes; the one that runs, or 0
-        self.nothing = Tensor(0.0, ms.float32)  # in place of a gradient, whose memory is then free
-        self._factor: Any = None
-        self._hooks: list[Hook] = []
-        self._handles: list[Any] = []
+        self.window, self.nothing = window, Tensor(0.0, ms.float32)
+        self.handles, self.times = [], []  # type: list[Any], list[int]
 
-    def __call__(self, factor: Any, backward: Callable[[], Result]) -> Result:
-        """Return the result of `backward()`, a backward pass. If it streams, each gradient in it is 0, of shape `()`.
+    def start(self, factor: Scalar) -> None:
+        """Add the gradients that come from now on, times `factor`: the forward pass has ended."""
+        self.times = times = [0] * len(self.window.buffers)
 
-        Then call `Window.add` with the gradients None. If `backward` raises an error, the window may hold some of its
-        gradients: call `Window.begin` before, which marks that.
+        def hook_of(place: int, buffer: ms.Parameter) -> Callable:
+            def add(gradient: Tensor) -> Tensor:
+                if self.times is not times:  # of a pass that has failed: MindSpore 2.10 does not remove its hooks
+                    return gradient
+                times[place] += 1
+                add_one(factor, buffer, gradient)
+                return self.nothing  # in place of the gradient, whose memory is then free
+            return add
 
-        Args:
-            factor: The factor on each gradient: the weight of the piece, or 1 for a sum. `start` may get another one.
-            backward: A function without arguments that runs one backward pass. It calls `start` when the loss is known.
+        pairs = zip(self.window.exchange.parameters, self.window.buffers)
+        self.handles = [add_hook(p, hook_of(place, buffer)) for place, (p, buffer) in enumerate(pairs)]
 
-        Raises:
-            TypeError, ValueError: If a gradient does not fit its parameter (e.g. a sparse one).
-            RuntimeError: If a gradient came twice.
-        """
-        window, was_enabled, was_recording = self.window, is_enabled(), is_recording()
-        note_use(window.number)  # buffers need memory
-        self._factor, self._hooks, self._handles = factor, [], []
-        try:
-            result = backward()
-        except BaseException:
-            enable(was_enabled)  # MindSpore 2.10 leaves it off, and then refuses all later gradients
-            if was_recording:
-                record_if(True)
-            else:
-                abandon()
-            raise
-        finally:
-            self.current = 0
-            for handle in self._handles:
-                handle.remove()
-        # Not in a hook: MindSpore 2.10 raises an error of a hook again in a later call.
-        hooks, self._hooks, self._handles = self._hooks, [], []
-        if any(hook.other is not None for hook in hooks):
-            checked_gradients(window.names, window.shapes, [
-                weight if hook.other is None else hook.other for weight, hook in zip(window.weights, hooks)])
-        twice = next((name for name, hook in zip(window.names, hooks) if hook.times > 1), None)
-        if twice is not None:
-            raise RuntimeError(_TWICE.format(twice))
-        return result
-
-    def start(self, factor: Any = None) -> None:
-        """Say that the forward pass has ended: add the gradients that come from now on.
-
-        `factor`: that on each gradient, if it is known only now.
-        """
-        window = self.window
-        self._factor = self._factor if factor is None else factor
-        if window.streams:
-            self.passes += 1
-            self.current = self.passes
-            for weight, buffer in zip(window.weights, window.buffers):
-                self._hooks.append(Hook(self, self._factor / window.unit, buffer))
-                self._handles.append(add_hook(weight, self._hooks[-1]))
-
-
-class Hook:
-    """Add the gradient of a parameter to its buffer, during one backward pass.
-
-    After an error in a backward pass, MindSpore 2.10 removes no hook of it. They stay on the parameters, and do
-    nothing; a graph that is compiled later may hold them.
-
-    Args:
-        stream: The stream.
-        factor: The factor on the gradient.
-        buffer: The parameter's buffer.
-
-    Attributes:
-        times: How many gradients it has added.
-        other: A gradient that does not fit the parameter.
-    """
-
-    def __init__(self, stream: Stream, factor: Scalar, buffer: Parameter) -> None:
-        self.stream, self.of_pass, self.factor, self.buffer = stream, stream.current, factor, buffer
-        self.times, self.other = 0, None  # type: int, Any
-
-    def __call__(self, gradient: Any) -> Any:
-        """Add a gradient. Return 0 in its place."""
-        if self.of_pass != self.stream.current:
-            return gradient
-        if not isinstance(gradient, Tensor) or gradient.shape != self.buffer.shape or gradient.dtype in COMPLEX:
-            self.other = gradient
-            return gradient
-        self.times += 1
-        add_one(self.factor, self.buffer, gradient)
-        return self.stream.nothing
-
-
-def require_backward() -> None:
-    """Raise RuntimeError if MindSpore has no backward pass of a recorded loss, or is in graph mode."""
-    if ms.get_context("mode") != ms.PYNATIVE_MODE:
-        raise RuntimeError("accumulator.backward was called in graph mode, expected PyNative mode; call "
-                           "mindspore.set_context(mode=mindspore.PYNATIVE_MODE), or use make_train_step")
-    if run_backward is None or executor is None:
-        raise RuntimeError("this MindSpore lacks a private function that accumulator.backward needs; train with "
-                           "make_train_step(forward_fn, optimizer, accumulate_step, eager=True)")
-
-
-def require_scalar_loss(loss: Any) -> None:
-    """Raise an error unless a loss is a float scalar that was recorded."""
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"loss is of type {type(loss).__name__}, expected a Tensor; give the loss itself, without "
-                        "float(), .item() or .asnumpy()")
-    if loss.shape != ():
-        raise ValueError(f"loss has shape {tuple(loss.shape)}, expected shape (); give the mean over the samples")
-    if loss.dtype not in FLOATS:
-        raise TypeError(f"loss is of {loss.dtype}, expected a float dtype; do not cast the network's loss")
-    if not is_recorded(loss):
-        raise RuntimeError("loss was computed while nothing was recorded, so it has no gradients, expected one of a "
-                           "loop over accumulator.epoch(batches); look for stop_gradient, and for a gradient (ms.grad, "
-                           "another step) that the loop computes before the loss: it switches recording off")
-
-
-def require_untouched(parameters: Iterable[Parameter]) -> None:
-    """Raise RuntimeError for parameters that hold a gradient already, or are sharded by another library."""
-    for parameter in parameters:
-        if gradient_of(parameter) is not None:
-            raise RuntimeError(f"{parameter.name} holds a gradient of another backward pass, expected none; leave out "
-                               "loss.backward() and hooks of other frameworks that accumulate gradients, or clear them")
-        if hasattr(parameter, "to_local"):
-            raise RuntimeError(f"{parameter.name} is sharded (a DTensor), expected a whole parameter; train without "
-                               "fully_shard, with reducer=DataParallel()")
+    def around(self, grad_fn: Callable) -> Callable:
+        """Return `grad_fn`, which then returns None in place of the gradients: they were added."""
+        def streamed(*arguments: Any) -> tuple[Any, None]:
+            try:
+                values, _ = grad_fn(*arguments)
+            finally:
+                for handle in self.handles:
+                    handle.remove()
+                self.handles, times, self.times = [], self.times, []
+            if max(times) > 1:  # the mark of the piece stays
+                raise RuntimeError("a gradient came twice in one backward pass, so it was added twice; compute the "
+                                   "gradients of forward_fn once, without a gradient inside it")
+            return values, None
+        return streamed

@@ -1,583 +1,340 @@
 """The open window on the device: the way of a gradient, from top to bottom.
 
-    add:          weigh ─► measure ─► exchange inside ─► buffers, counters      # each piece of a microbatch
-    meet:         do all ranks close this window? ─ no ─► it stays open         # when the window closes
-    total:        exchange across ─► restore ─► accepted? ─ no ─► drop
-    update_with:  normalise ─► clip ─► count ─► [cut slices] ─► optimizer ─► [gather] ─► hooks ─► empty
+    add:     weigh ─► exchange of each microbatch ─► buffers ─► sums ─► counts
+    close:   exchange of the window ─► accepted? ─► normalise ─► clip ─► optimizer ─► clear ─► sums ─► counts
 
-A window holds several microbatches. A microbatch is one piece, or is cut into several, each with a backward pass of its
-own; `begin` marks that a piece begins, and `end` ends a microbatch of several pieces. A window of a single microbatch
-needs no buffers: `update_alone` takes the place of `add`, `total` and `update_with`. Groups of ranks sum each
-microbatch *inside*, and each window *across* groups: see `distributed.exchange`. On one device, both change nothing.
-Steps in brackets are only for ZeRO.
+    buffer  += weight / unit * gradient                  # for equal microbatches 1 * gradient: no kernel
+    gradient = unit / max(sum of weights, min_weight) * buffer
 
-Who closes a window: for a train step, `boundary.py` on the host, which counts down, then runs `close_with_update`; in a
-cell and by hand, the device, which runs `close_if(is_full())` after each microbatch (`model/cell.py`, and a call of
-`Accumulator`); at the end of the data, `flush` of `boundary.py`. If ranks do not agree in `meet`, each rank raises an
-error at its next read of the device.
-
-What marks that something was begun and not finished is one number, `unfinished`: + 1 where a piece begins, + 1 where it
-ends, - 2 for each piece where its microbatch ends; `UPDATING` where an update, a reset or a load begins, and 0 again
-where it ends. So it is 0 between two calls, unless an error or an interrupt has come between.
+All whole numbers of the state are one int32 vector, and one assignment changes them together: an interrupt finds all
+of a window's numbers or none. Before a piece or a close changes anything, it adds a mark to them; the last operation
+takes the mark away. So a mark that stays says what was begun and not finished.
 """
 from __future__ import annotations
 
-from math import nan, prod
-from typing import TYPE_CHECKING, Any, Optional, Union
+from collections.abc import Callable
+from itertools import count
+from math import nan
+from typing import Any, Optional
 
 import mindspore as ms
+import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, ops
 
-from ..mindspore_api import isconstant, jit_class, record_again, stop_recording
+from ..distributed.exchange import OneDevice
+from ..mindspore_api import jit_class
 from ..tensors import (
-    after,
-    as_numbers,
+    Gradients,
+    Numbers,
+    Scalar,
+    add_one,
     as_tensor,
-    as_vector,
     cast,
-    checked_gradients,
+    cleared,
     clip_factor,
-    concat,
     divide_no_nan,
     mapped,
+    mapped_backwards,
+    multiply_no_nan,
     norm_of,
-    reshape,
-    scaled,
     square_sum,
     stack,
     state_parameter,
-    weighted,
+    unstack,
 )
-from .kernels import add_each, kernels
-from .notes import allocate, new_number, note_use, prefix_of
-from .optimizers import cell_prefix
-from .stages import overrides
+from .kernels import kernels_for
+from .length import WindowLength
+from .stages import Stage, overrides
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
+# Places in `counts`: the mark; microbatches in the open window, and in all; updates; windows closed; microbatches or
+# windows that were skipped; windows dropped in a row; windows of weight 0.
+COUNTS = "MARK", "HELD", "ADDED", "UPDATES", "WINDOWS", "SKIPPED", "IN_ROW", "EMPTY"
+MARK, HELD, ADDED, UPDATES, WINDOWS, SKIPPED, IN_ROW, EMPTY = range(8)
+# Places in `sums`: of the open window its weight, weight * loss, and pieces taken and skipped; of the last one its
+# weight, mean loss and gradient norm; the fraction that `seen` lacks; then what stages measure of the open window.
+WEIGHT, LOSS, TAKEN, SKIPS, LAST, MEAN, NORM, REST, MEASURED = range(9)
+CLOSING = -2**20  # the mark of a close or a load; those of pieces are small and positive
+_numbers = count()
 
-    from ..distributed.exchange import OneDevice
-    from ..tensors import Gradients, Numbers, Scalar
-    from .length import WindowLength
-    from .stages import Stage
 
-UPDATING = -2**30  # the mark of an update, a reset or a load; those of pieces are small numbers, >= 0
+def change(**by: int) -> Tensor:
+    """Return a constant to add to `counts`, e.g. `change(HELD=1)`."""
+    return Tensor([by.get(name, 0) for name in COUNTS], ms.int32)
+
+
+BEGIN, CLOSE = change(MARK=1), change(MARK=CLOSING)
+END = change(MARK=-1, HELD=1, ADDED=1)  # of a microbatch in one piece
+PART, HOLD = change(MARK=-1), change(MARK=-1, HELD=1)  # of a piece of other ranks; of their microbatch
+EMPTY_BATCH = change(HELD=1, ADDED=1)
+KEPT = 1 - change(HELD=1, IN_ROW=1)  # what a close keeps of the counts
+APPLIED = change(MARK=-CLOSING, UPDATES=1, WINDOWS=1)
+ALONE = change(MARK=-CLOSING - 1, ADDED=1, UPDATES=1, WINDOWS=1)  # with the mark of its piece
+DROPPED = change(MARK=-CLOSING, WINDOWS=1, SKIPPED=1, IN_ROW=1)
+ONE_IN_ROW, ONE_SKIPPED, ONE_EMPTY = change(IN_ROW=1), change(SKIPPED=1), change(EMPTY=1)
 
 
 @jit_class
 class Window:
-    """Hold the open window, add gradients to it, and update with it. It holds no reference to the host's side.
-
-        buffer += weight / unit * gradient    # for gradients of summed losses, 1 / unit * gradient
-        gradient = buffer * (unit / sum of the weights)
-
-    The unit is usually the first piece's number of samples: then the factor is the constant 1, and nothing is
-    multiplied.
-
-    A window of all ranks is a dict, which `total` returns (a graph cannot read a named tuple):
-
-    - gradients: sums, divided by the unit, without the loss scale;
-    - unit: of the weights, usually the number of samples in the first piece;
-    - weight: sum of the weights;
-    - microbatches: their number, summed over the groups of ranks across;
-    - active: number of ranks (across) that still have data;
-    - measured: sums of the values that stages measured, one stage after the other;
-    - accepted: True, or a bool Tensor of shape () if a stage may drop the window;
-    - buffered: whether it came from the buffers, which must then be emptied; the gradients may be copies of them;
-    - own: sum of the weights of this rank (of the ranks inside).
+    """Add up gradients, and update. All methods but those for the host are compiled in graph mode.
 
     Args:
-        optimizer: The optimizer.
-        length: The `WindowLength`, which decides when the window is full.
-        stages: The stages that are switched on; see `Stage`.
-        exchange: The exchange that sums over ranks.
-        reduction: "mean": the sum is divided by the weights. "sum": the script has divided each loss by the length of a
-            window, so only the mean over the ranks remains: the sum is divided by their number.
-        clip_norm: As in `Accumulator`.
-        hooks: Functions that are called after an update.
+        optimizer: What updates.
+        length: When a window is full.
+        exchange: What ranks exchange.
+        stages: In the order in which gradients pass them.
+        reduction: "mean": divide by the sum of the weights. "sum": the script has divided its loss.
+        is_sum: Whether the loss is a sum: then gradients are added without their weight.
+        clip_norm: Largest norm of an update's gradient, or None.
+        min_weight: The least sum of weights to divide by; 0: none.
+        dtypes: Of the buffers. None: no buffers, for windows of one microbatch.
 
     Attributes:
-        number: Of this window; graphs find its `Boundary` by it, see `notes.py`.
-        prefix: Of the names of all Parameters.
-        weights: The whole parameters to give gradients for, in the optimizer's order.
-        buffers: One for each parameter (with ZeRO, rows of buckets). They take no memory before a graph holds them or a
-            gradient is added: windows of one microbatch never need them.
-        unit: The unit of weights, a constant of graphs: 1, until the host sets it to the first piece's number of
-            samples.
-        weight_unit: The same as a Parameter, for checkpoints and for windows that are exchanged: float32 `()`.
-        is_in_use: Whether a graph holds the unit, or something was added op by op; see `note_use`.
-        unfinished: The sum of all marks, 0 if nothing is unfinished; see the top of this file: int32 `()`.
-        taken: Pieces of an unfinished microbatch that no stage has skipped: int32 `()`.
-        place: Number of finished epochs, and of microbatches trained since: int32 `(2,)`. One Parameter, so that an
-            interrupt cannot come between the two.
-        measured: Sums of what stages have measured in the open window: one Parameter of shape `(measures,)`, or none.
-        empty_windows: Number of windows closed whose weight, over all ranks, was 0: int32 `()`.
-        may_skip, may_drop: Whether a stage may skip a piece, or drop a window.
-        drops_empty: Whether a window of weight 0 is dropped.
-        looks_at_gradients: Whether a stage weighs or measures the gradient of each piece.
-        streams: Whether a gradient may be added alone, without those of the other parameters; see `Stream`.
-        looks_at_pieces: Whether single pieces matter: for a stage, for ranks that sum each, or because the weight of
-            one may close the window.
-        window_state, run_state: Parameters that belong to the open window, and the others.
-
-        The other Parameters are those of `Accumulator`.
+        counts, sums: See above: int32 `(8,)` and float32 `(8 + measured,)`.
+        seen: Sum of the weights of all updates, rounded: int64 `()`.
+        zero: Always 0, which no graph knows: to clear buffers, and for a branch that is never taken.
+        buffers: One for each parameter, in the optimizer's order.
+        unit: The unit of weights, a constant of graphs: the weight of the first piece. None: not known yet.
+        drops: Whether a window may be dropped.
     """
 
-    def __init__(self, optimizer: Callable, length: WindowLength, stages: tuple[Stage, ...], exchange: OneDevice,
-                 reduction: str, clip_norm: Optional[float], hooks: tuple[Callable, ...]) -> None:
-        self.number = new_number()
-        self.prefix = prefix = prefix_of(self.number, cell_prefix(optimizer).removesuffix("."))
-        self.optimizer, self.length, self.stages, self.exchange = optimizer, length, stages, exchange
-        self.clip_norm, self.hooks, self.weights = clip_norm, hooks, exchange.weights
-        self.divides_by_ranks = reduction == "sum"
-        self.names, self.shapes, self.dtypes = zip(*((p.name, tuple(p.shape), p.dtype) for p in exchange.weights))
-
-        self.buffers, self.buffer_dtypes = ParameterTuple(exchange.buffers(f"{prefix}.sum")), exchange.dtypes
-        sizes = [prod(p.shape) for p in self.buffers]
-        self.small = max(sizes) // 64 if min(sizes) < max(sizes) // 64 else 0  # elements; see `add_each`
-        self.unit = exchange.shared_unit or 1.0
-        self.unit_is_fixed, self.is_in_use = exchange.shared_unit is not None, False
-        self.weight_unit = state_parameter(f"{prefix}.weight_unit", (), ms.float32, self.unit)
-        (self.unfinished, self.mini_step, self.update_step, self.closed_windows, self.skipped, self.skipped_in_row,
-         self.taken, self.empty_windows) = (state_parameter(f"{prefix}.{name}", (), ms.int32) for name in (
-             "unfinished", "mini_step", "update_step", "closed_windows", "skipped", "skipped_in_row", "taken",
-             "empty_windows"))
-        self.weight_sum, self.window_weight, self.seen_rest = (state_parameter(f"{prefix}.{name}", (), ms.float32)
-                                                               for name in ("weight_sum", "window_weight", "seen_rest"))
-        self.seen = state_parameter(f"{prefix}.seen", (), ms.int64)
-        # With values at once, as those of shape (): in semi-auto parallel mode, to read others op by op crashes.
-        self.place = Parameter(Tensor([0, 0], ms.int32), name=f"{prefix}.place", requires_grad=False)
-        self.one_trained = Tensor([0, 1], ms.int32)
-        self.grad_norm = state_parameter(f"{prefix}.grad_norm", (), ms.float32, nan)
-
-        self.weighing, self.measuring, self.judging, self.closing = (
-            tuple(stage for stage in stages if overrides(stage, method))
-            for method in ("weigh", "measure", "accepts", "on_close"))
-        watching, count = [], 0
+    def __init__(self, optimizer: Callable, length: WindowLength, exchange: OneDevice, stages: tuple[Stage, ...],
+                 reduction: str, is_sum: bool, clip_norm: Optional[float], min_weight: float,
+                 dtypes: Optional[tuple[ms.Type, ...]]) -> None:
+        self.optimizer, self.length, self.exchange, self.stages = optimizer, length, exchange, stages
+        self.reduction, self.is_sum, self.clip_norm, self.min_weight = reduction, is_sum, clip_norm, min_weight
+        prefix = f"accumulator{next(_numbers)}"  # in a graph, each name may be there once
+        self.buffers = ParameterTuple([
+            state_parameter(f"{prefix}.{p.name}", shape, dtype)
+            for p, shape, dtype in zip(exchange.parameters, exchange.shapes, dtypes or ())])
+        self.dtypes = tuple(p.dtype for p in exchange.parameters)
+        self.kernels = kernels_for(self.dtypes)
+        measured = sum(stage.measures for stage in stages)
+        self.counts = state_parameter(f"{prefix}.counts", (len(COUNTS),), ms.int32)
+        self.sums = state_parameter(f"{prefix}.sums", (MEASURED + measured,), ms.float32)
+        self.seen, self.zero = state_parameter(f"{prefix}.seen", (), ms.int64), state_parameter(
+            f"{prefix}.zero", (), ms.float32)
+        self.nothing, self.no_measures = Tensor(0.0, ms.float32), (Tensor(0.0, ms.float32),) * measured
+        self.unit = 1.0 if reduction == "sum" or is_sum or exchange.sums_each else None  # type: Optional[float]
         for stage in stages:
-            stage.exchange, stage.skipped, stage.skipped_in_row = exchange, self.skipped, self.skipped_in_row
-            stage.bind(prefix, exchange.across)
-            if overrides(stage, "on_update"):  # with the places of what it measures, in `measured`
-                watching.append((stage, count, count + stage.measures))
-            count += stage.measures
-        self.of_stages = tuple(parameter for stage in stages for parameter in stage.window_state)
-        self.watching = tuple(watching)
-        self.measured: tuple[Parameter, ...] = ()
-        if count:
-            self.measured = (state_parameter(f"{prefix}.measured", (count,), ms.float32),)
-        self.drops_empty = any(stage.drops_empty for stage in stages)
-        self.may_skip, self.may_drop = len(self.weighing) > 0, self.drops_empty or len(self.judging) > 0
-        self.looks_at_gradients = self.may_skip or len(self.measuring) > 0
-        self.looks_at_pieces = self.looks_at_gradients or exchange.inside > 1 or length.budget is not None
-        self.streams = not self.looks_at_gradients and exchange.inside == 1
-        self.kernels = kernels()
-        # Those that scale the gradients for the optimizer: in place, where it gets the buffers themselves, which are
-        # emptied next; not where an exchange or a stage has made copies, or without buffers.
-        copies = exchange.ranks > 1 or any(overrides(stage, "restore") for stage in stages)
-        self.of_buffers, self.of_copies = kernels(not copies), kernels(False)
+            stage.exchange = exchange
+            stage.bind(prefix)
 
-    # --- a piece ------------------------------------------------------------------------------------------------------
+        def among(*methods: str) -> tuple[Stage, ...]:
+            return tuple(stage for stage in stages if overrides(stage, *methods))
 
-    def scaled_loss(self, loss: Tensor) -> Tensor:
+        self.scaling, self.weighing, self.measuring = among("loss_scale"), among("weigh"), among("measure")
+        self.judging, self.watching, self.closing = among("accepts"), among("on_update"), among("on_close")
+        ends = np.cumsum([0, *(stage.measures for stage in stages)]).tolist()
+        for stage, first, last in zip(stages, ends, ends[1:]):
+            stage.measured = (LAST + first, LAST + last)
+        self.drops = bool(self.weighing or self.judging)
+
+    # --- a piece of a microbatch --------------------------------------------------------------------------------------
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the value to differentiate."""
-        for stage in self.stages:
-            loss = stage.scale_loss(loss)
+        for stage in self.scaling:
+            loss = cast(loss, ms.float32) * stage.loss_scale()
         return loss
 
     def begin(self, computed: Tensor) -> Tensor:
-        """Mark that a piece begins, once `computed` is. Return a token: what follows the mark must depend on it.
+        """Mark, once `computed` is, that a piece begins. What changes the window depends on the result.
 
-        An error before the mark has changed nothing; a later error leaves the mark. MindSpore may report an error only
-        after later calls: if a piece is then missing in a microbatch that has ended, the sum of the marks is not 0.
+        An error before it has changed nothing.
         """
-        return ops.assign_add(self.unfinished, ops.depend(Tensor(1, ms.int32), computed))
+        return ops.assign_add(self.counts, ops.depend(BEGIN, computed))
 
-    def add(self, gradients: Any, weight: Scalar, factor: Optional[Scalar] = None, active: Scalar = 1,
-            ends: int = 0, begun: bool = True) -> Scalar:
-        """Add the gradients of a piece's scaled loss. Return how many of the ranks inside still have data.
+    def factor_of(self, weight: Scalar) -> Scalar:
+        """Return the factor of a piece's gradients in the buffers."""
+        return 1.0 if self.is_sum else weight / (self.unit or 1.0)
 
-        What the graph returns has to depend on the result; see `depth_first`.
-
-        Args:
-            gradients: A gradient for each of `weights`. None, op by op: a `Stream` has added them already.
-            weight: Of the piece, from `as_weight`.
-            factor: The factor on the gradients, in place of the weight. Gradients of a summed loss use 1; only if no
-                stage looks at gradients, because a stage may change the weight to 0.
-            active: 1 if this rank has data, else 0.
-            ends: 1 if the piece is a whole microbatch; else call `end` after the last piece.
-            begun: Whether `begin` was called before the backward pass, with the loss. By hand, it cannot be. Then this
-                marks, and the addition waits for the mark, so that Ascend does not fuse the last matrix product with
-                its addition.
-        """
-        if gradients is not None:
-            gradients = checked_gradients(self.names, self.shapes, gradients)
-            if not begun:  # a fused product would be added to its buffer before the mark
-                gradients = mapped(after, self.begin(gradients[-1]), gradients)
-        counted = 1  # type: Scalar  # 0 if a stage skips the piece
+    def add(self, gradients: Gradients, weight: Scalar, loss: Optional[Tensor], after: Tensor) -> None:
+        """Add the gradients of a piece, then `after` to the counts. `loss`: the mean; with `is_sum`, the sum."""
+        taken = 1.0  # type: Scalar
         for stage in self.weighing:
             weight, is_taken = stage.weigh(gradients, weight)
-            counted = counted * is_taken
-        measured = ()  # type: Numbers
-        if self.measuring:
-            restored = self._restored(gradients)
-            for stage in self.measuring:
-                measured = (*measured, *stage.measure(restored, weight))
-        # A factor of 0 makes the gradient 0, NaN included.
-        factor = (weight if factor is None else factor) / self.unit
-        if self.exchange.inside > 1:  # weighted before ranks sum them
-            gradients, factor = mapped(weighted, factor, gradients, self.buffer_dtypes), 1.0
-        exchanged, sums, measured = self.exchange.microbatch(
-            gradients, (weight, counted * active, active), measured, self.mini_step)
-        if not self.is_in_use:  # when the first graph is compiled, or at the first call op by op
-            note_use(self.number)
-        if exchanged is not None:
-            # It is not called `add`: a graph would take a function of that name for this method.
-            add_each(self.small, self.buffers, exchanged, factor)
-        weight, counted, active = sums
-        ops.assign_add(self.weight_sum, weight)
-        for each in self.measured:
-            ops.assign_add(each, as_vector(measured))
-        if ends:  # a microbatch counts if one of the ranks inside has not skipped it
-            counted = ops.minimum(counted, 1) if isinstance(counted, Tensor) else counted
-        ops.assign_add(self.mini_step if ends else self.taken,
-                       cast(counted, ms.int32) if isinstance(counted, Tensor) else counted)
-        if ends:
-            self.count_trained(1)
-        ops.assign_add(self.unfinished, 1 - 2 * ends)  # + 1 for this end, - 2 if the microbatch ends with it
-        # Where ranks exchange each piece, the graph's value has to wait for all gradients; see `depth_first` in
-        # `distributed.exchange`. On one device, it would keep them in memory together.
-        return ops.depend(active, gradients) if self.exchange.inside > 1 else active
+            taken = taken * is_taken
+        factor = self.factor_of(weight) * taken
+        numbers = (*self._numbers(weight, loss, taken), *self._measured(gradients, weight))
+        gradients, factor, numbers = self.exchange.each(gradients, factor, numbers)
+        # The backward pass computes the gradient of the last parameter first. In the order of the parameters, all
+        # gradients would be in memory together (13 x Dense 2048 in bfloat16 on Ascend: 10.2 bytes per parameter at the
+        # peak in place of 6.5). The results of the additions are not used: MindSpore would fuse each with the kernel
+        # that computes its gradient, and on CPU no two gradients would be computed in parallel.
+        mapped_backwards(add_one, factor, self.buffers, gradients)
+        self._count(numbers, after)
 
-    def end(self, pieces: Scalar, trained: Scalar = 1) -> None:
-        """End a microbatch of `pieces` pieces. It counts if one of them was taken on one of the ranks inside.
+    def count_piece(self, weight: Scalar, loss: Tensor, after: Tensor) -> None:
+        """Count a piece whose gradients are in the buffers."""
+        self._count((*self._numbers(weight, loss, 1.0), *self.no_measures), after)
 
-        `trained`: 0 if this rank only takes part in the microbatch of others, else 1.
-        """
-        ops.assign_add(self.mini_step, cast(ops.minimum(self.taken + 0, 1), ms.int32))
-        ops.assign(self.taken, 0)
-        self.count_trained(trained)
-        ops.assign_add(self.unfinished, -2 * pieces)
+    def add_nothing(self, after: Tensor) -> Tensor:
+        """Take part in a piece of other ranks, without data. Return the counts."""
+        self.begin(self.zero)
+        nothing = self.zero + 0
+        numbers = (nothing, nothing, nothing, nothing, *self.no_measures)
+        gradients, factor, numbers = self.exchange.each(self.nothing_of_parameters(), nothing, numbers)
+        mapped_backwards(add_one, factor, self.buffers, gradients)
+        self._count(numbers, after)
+        return self.counts + 0
 
-    def count_trained(self, microbatches: Scalar) -> None:
-        """Add to the microbatches of the epoch, skipped ones included."""
-        # Op by op, to make a Tensor and to multiply it take 0.07 ms.
-        is_one = not isinstance(microbatches, Tensor) and microbatches == 1
-        ops.assign_add(self.place, self.one_trained if is_one else self.one_trained * microbatches)
+    def nothing_of_parameters(self) -> Gradients:
+        """Return gradients of 0 for all parameters."""
+        return mapped(cleared, self.zero, self.exchange.parameters)
+
+    def _numbers(self, weight: Scalar, loss: Optional[Tensor], taken: Scalar) -> Numbers:
+        total = self.nothing if loss is None else cast(loss, ms.float32)
+        if not self.is_sum:
+            total = multiply_no_nan(total, as_tensor(weight))
+        elif isinstance(taken, Tensor):
+            total = multiply_no_nan(total, taken)
+        return weight, total, taken, 1.0 - taken
+
+    def _measured(self, gradients: Gradients, weight: Scalar) -> Numbers:
+        measured, factor = (), 1.0  # type: tuple, Scalar
+        for stage in self.scaling:
+            factor = factor / stage.loss_scale()
+        if self.is_sum:
+            factor = divide_no_nan(as_tensor(factor), as_tensor(weight))
+        for stage in self.measuring:
+            measured = (*measured, *stage.measure(gradients, factor, weight))
+        return measured
+
+    def _count(self, numbers: Numbers, after: Tensor) -> None:
+        entries, zeros = (), (self.nothing, self.nothing, self.nothing, self.nothing)  # type: tuple, tuple
+        for number in numbers:
+            entries = (*entries, as_tensor(number))
+        ops.assign_add(self.sums, stack((*entries[:LAST], *zeros, *entries[LAST:])))
+        ops.assign_add(self.counts, after)
 
     # --- a window -----------------------------------------------------------------------------------------------------
-    # No method is named as one of dict: in a graph, `x.update()` and `x.clear()` of a local name are taken for dict's.
 
     def is_full(self) -> Tensor:
-        """Return whether the open window holds all its microbatches: bool Tensor of shape `()`."""
-        return self.length.is_full(self.mini_step, self.update_step, self.weight_sum)
+        """Return whether the open window is full: bool `()`."""
+        counts, sums = unstack(self.counts), unstack(self.sums)
+        return self.length.is_full(counts[HELD], counts[UPDATES], sums[WEIGHT])
 
-    def meet(self, numbers: Numbers) -> tuple[Any, Numbers]:
-        """Return whether all ranks are about to close this window (True, or a bool Tensor), and the sums of numbers.
+    def close(self) -> Tensor:
+        """Update with the open window, or drop it if it is not accepted. Return the counts."""
+        sums, gradients = unstack(self.sums), self.buffers
+        if len(gradients) == 0:  # of one microbatch, which is empty, or is another rank's
+            gradients = self.nothing_of_parameters()
+        return self.update_with(gradients, self.unit or 1.0, (*sums[:LAST], *sums[MEASURED:]), APPLIED)
 
-        If ranks do not agree, nothing may follow. `numbers`: the weight, the number of microbatches, and 1 if this rank
-        still has data, else 0.
+    def alone(self, gradients: Gradients, weight: Scalar, loss: Tensor) -> Tensor:
+        """Update with one microbatch, without buffers: in the unit `weight`, the factor is 1. Return the counts."""
+        numbers = self._numbers(weight, loss, 1.0)
+        return self.update_with(gradients, 1.0 if self.is_sum else weight, numbers, ALONE)
+
+    def update_with(self, gradients: Gradients, unit: Scalar, numbers: Numbers, applied: Tensor) -> Tensor:
+        """Exchange, judge, normalise, clip, update, clear and count. Return the counts.
+
+        `applied`: the change of the counts by an update.
         """
-        # One device saves the call.
-        return self.exchange.meet(numbers) if self.exchange.ranks > 1 else (True, numbers)
-
-    def own_numbers(self, active: Scalar = 1.0) -> Numbers:
-        """Return the numbers of the open window, for `meet`. `active`: 1 if this rank still has data."""
-        # `+ 0` copies: the counter changes before the copy is used.
-        return self.weight_sum, self.mini_step + 0, active
-
-    def total(self, numbers: Numbers) -> dict[str, Any]:
-        """Return the open window of all ranks, given the numbers of `meet`."""
-        if not self.is_in_use:
-            allocate(self.number)
-        measured = ()  # type: Numbers
-        for sums in self.measured:  # not in a function: MindSpore warns of a call whose value a graph does not need
-            for i in range(sums.shape[0]):
-                measured = (*measured, sums[i])
-        return self._judged(self.buffers, self.weight_unit, numbers, measured, self.weight_sum, True)
-
-    def update_alone(self, gradients: Gradients, weight: Scalar, factor: Optional[Scalar] = None) -> None:
-        """Update with a microbatch as a window of its own, which needs no buffers. Arguments: see `add`.
-
-        Call it only if no window is open and `looks_at_pieces` and `may_drop` are false.
-        """
-        # The gradient g of a mean of weight w stands for the sum w * g. In the unit w, that sum is g itself, so nothing
-        # is multiplied. The gradient of a sum is one in the unit 1, its factor.
-        gradients, unit = checked_gradients(self.names, self.shapes, gradients), weight if factor is None else factor
-        if isinstance(unit, Tensor) or unit == 0:  # a mean of weight 0 is ignored, NaN included: times False or True
-            gradients = mapped(weighted, unit != 0, gradients, self.buffer_dtypes)
-        agreed, numbers = self.meet((weight, 1, 1.0))
-        if agreed:
-            self.update_with(self._judged(gradients, unit, numbers, (), weight, False))
-
-    def update_with(self, window: dict[str, Any]) -> None:
-        """Update with a window of `total`, or of `update_alone`, and close it."""
-        gradients, unit, weight = window["gradients"], window["unit"], window["weight"]
-        # Op by op (then `isconstant` is true), MindSpore must not record the update for a backward pass.
-        stop_recording(isconstant(self.mini_step))
-        # An error before this mark has changed nothing. After it, an error message is better than a window that is
-        # applied twice. It is added and subtracted, so that a mark of an unfinished piece is not lost.
-        ops.assign_add(self.unfinished, ops.depend(Tensor(UPDATING, ms.int32), gradients[-1]))
-        for stage, first, last in self.watching:
-            stage.on_update(window, window["measured"][first:last])
-        # Normalise: the factor turns a sum in this unit into the gradient; 0 if the weight is 0.
-        if self.divides_by_ranks:
-            factor = unit / self.exchange.ranks
-        elif isinstance(weight, Tensor):
-            factor = divide_no_nan(as_tensor(unit), weight)
-        else:
-            factor = unit / weight if weight else 0.0
+        ops.assign_add(self.counts, ops.depend(CLOSE, gradients[-1]))
+        gradients, unit, numbers = self.exchange.window(gradients, unit, numbers)
+        weight = numbers[WEIGHT]  # not unpacked: MindSpore warns of a part that is not used
+        # The loss scale goes into the factor: to divide each gradient first would need a copy of all of them.
+        for stage in self.scaling:
+            unit = unit / stage.loss_scale()
+        factor = self._normalised(unit, weight)
+        window = {"gradients": gradients, "unit": unit, "weight": weight}  # type: dict[str, Any]
+        norm = self.nothing + nan
         if self.clip_norm is not None:
-            norm = norm_of(self.exchange.over_slices(square_sum(gradients, factor)))
-            ops.assign(self.grad_norm, norm)
+            norm = norm_of(self.exchange.over(square_sum(gradients, factor)))
             factor = factor * clip_factor(norm, self.clip_norm)
-        if isinstance(factor, Tensor):
-            # The kernels that scale in place wait for the count, and so for all side effects before it, because
-            # MindSpore keeps their order: the norm was computed, and stages have read the gradients.
-            factor = ops.depend(factor, ops.assign_add(self.update_step, 1))
-        else:  # not assigned: a graph drops a named result that nobody uses
-            ops.assign_add(self.update_step, 1)
-        self.count_seen(weight)
-        self.exchange.cut_parameters()
-        kind = self.of_buffers if window["buffered"] else self.of_copies
-        self.optimizer(kind.scale(factor, gradients, self.dtypes))
-        self.exchange.gather_parameters()
-        for hook in self.hooks:
-            hook()
-        self._count_closing(True, window["own"], weight)
-        if window["buffered"]:
-            self.empty()
+        if not self.drops:
+            accepted = True  # type: Any
+            self._update(factor, window, numbers)
         else:
-            self.count_trained(1)
-            for parameter in self.of_stages:
-                ops.assign(parameter, ops.zeros_like(parameter))
-        ops.assign_add(self.unfinished, -UPDATING)
-        record_again(isconstant(self.mini_step))
-
-    def close(self) -> None:
-        """Update with the open window, or drop it if a stage does not accept it: a branch in a graph.
-
-        If ranks do not agree, do nothing.
-        """
-        agreed, numbers = self.meet(self.own_numbers())
-        if agreed:
-            total = self.total(numbers)
-            accepted = total["accepted"]
+            accepted = self._accepted(window, numbers)
+            # What is computed before the branch and used in it is moved on Ascend, so gradients are scaled inside it.
             if accepted:
-                self.update_with(total)
-            else:
-                self.drop(total["weight"])
-
-    def close_if(self, condition: Union[bool, Tensor]) -> Tensor:
-        """Close the open window if `condition` is true. Return whether one with microbatches was closed: bool `()`."""
-        mini_step = self.mini_step + 0
-        if condition:
-            self.close()
-        return self.mini_step < mini_step  # from the state after the branch, which keeps the branch
-
-    def drop(self, weight: Scalar) -> None:
-        """Close the open window without an update. Pieces of an unfinished microbatch are dropped, too.
-
-        `weight`: of the window of all ranks.
-        """
-        self.mark_emptying()
-        self._count_closing(False, self.weight_sum, weight)
-        self.empty()
-        ops.assign(self.unfinished, 0)
-
-    def reset(self) -> None:
-        """Empty the open window, also after an error, and count nothing."""
-        self.mark_emptying()
-        self.empty()
-        ops.assign(self.unfinished, 0)
-
-    def mark_emptying(self) -> None:
-        """Mark that an emptying or a load begins: it must be done to the end, or be done again."""
-        ops.assign(self.unfinished, ops.depend(Tensor(UPDATING, ms.int32), self.mini_step))
-
-    def empty(self, buffers: bool = True) -> None:
-        """Set to 0 what belongs to the open window, but for the marks; `buffers`: also the buffers."""
-        ops.assign(self.mini_step, 0)
-        ops.assign(self.taken, 0)
-        ops.assign(self.weight_sum, 0.0)
-        for sums in self.measured:
-            ops.assign(sums, ops.zeros_like(sums))
-        if buffers:
-            if not self.is_in_use:
-                allocate(self.number)
-            self.kernels.clear(self.weight_sum, self.buffers)  # the sum is 0 by now; a constant 0 would be folded
-        for parameter in self.of_stages:
-            ops.assign(parameter, ops.zeros_like(parameter))
-
-    def _count_closing(self, applied: bool, own: Scalar, weight: Scalar) -> None:
+                self._update(factor, window, numbers)
         for stage in self.closing:
-            stage.on_close(applied)
-        ops.assign(self.window_weight, own)
-        ops.assign_add(self.closed_windows, 1)
+            stage.on_close(accepted)
+        if len(self.buffers) > 0:
+            self.kernels.clear(self.zero, self.buffers)
+        by = applied
+        if self.drops:
+            skips = ops.maximum(cast(as_tensor(numbers[SKIPS]), ms.int32), 1 - cast(accepted, ms.int32))
+            by = ops.where(accepted, applied, DROPPED - ONE_SKIPPED + self.counts * ONE_IN_ROW) + ONE_SKIPPED * skips
         if isinstance(weight, Tensor):
-            # `window_weight` was just assigned. On Ascend, MindSpore would copy `weight_sum`, which is emptied next.
-            weight = self.window_weight if self.exchange.ranks == 1 else weight
-            ops.assign_add(self.empty_windows, cast(weight == 0, ms.int32))
-        elif weight == 0:
-            ops.assign_add(self.empty_windows, 1)
+            by = by + ONE_EMPTY * cast(weight == 0, ms.int32)
+        mean = divide_no_nan(as_tensor(numbers[LOSS]), as_tensor(weight))
+        rest = self._count_seen(weight, accepted)
+        none = self.nothing
+        ops.assign(self.sums, stack((none, none, none, none, as_tensor(weight), mean, norm, rest, *self.no_measures)))
+        ops.assign(self.counts, self.counts * KEPT + by)  # last: it takes the mark away
+        # A Tensor: if a function with an `if` returns None, MindSpore cannot compile what follows for Ascend.
+        return self.counts + 0
 
-    def _restored(self, gradients: Gradients) -> Gradients:
-        for stage in self.stages:
-            gradients = stage.restore(gradients)
-        return gradients
+    def _normalised(self, unit: Scalar, weight: Scalar) -> Scalar:
+        """Return the factor that makes a mean of sums in this unit."""
+        if self.reduction == "sum":
+            return unit / self.exchange.ranks
+        if self.min_weight > 0:
+            weight = ops.maximum(as_tensor(weight), self.min_weight)
+        if isinstance(unit, Tensor) or isinstance(weight, Tensor):
+            return divide_no_nan(as_tensor(unit), as_tensor(weight))
+        return unit / weight
 
-    def _judged(self, gradients: Gradients, unit: Scalar, numbers: Numbers, measured: Numbers, own: Scalar,
-                buffered: bool) -> dict[str, Any]:
-        """Exchange a window of this rank, and ask the stages whether they accept the result."""
-        weight, microbatches, active = numbers
-        gradients, unit, measured = self.exchange.window(gradients, unit, numbers, measured)
-        # Restored before anything is measured: norms of scaled gradients may overflow where true ones do not.
-        window = {"gradients": self._restored(gradients), "unit": unit, "weight": weight, "microbatches": microbatches,
-                  "active": active, "measured": measured, "accepted": True, "buffered": buffered, "own": own}
-        accepted = as_tensor(weight) != 0 if self.drops_empty else True  # type: Any
+    def _accepted(self, window: dict[str, Any], numbers: Numbers) -> Tensor:
+        if self.min_weight > 0:  # an update like any other, unless all of it was skipped
+            accepted = ops.logical_or(as_tensor(numbers[TAKEN]) > 0, as_tensor(numbers[SKIPS]) == 0)
+        else:
+            accepted = as_tensor(numbers[WEIGHT]) != 0  # a mean over nothing is 0/0
         for stage in self.judging:
-            verdict = stage.accepts(window)  # bool Tensors, or Python's
-            if isinstance(accepted, Tensor):
-                accepted = ops.logical_and(accepted, verdict)
-            elif accepted:
-                accepted = verdict
-        window["accepted"] = accepted
-        return window
+            verdict = stage.accepts(_seen_by(stage, window, numbers))
+            accepted = ops.logical_and(accepted, verdict)
+        return accepted
 
-    def count_seen(self, counted: Scalar) -> None:
-        """Add the weight of an update to `seen`. Fractions are kept: five updates of weight 0.6 add 3.
+    def _update(self, factor: Scalar, window: dict[str, Any], numbers: Numbers) -> Tensor:
+        for stage in self.watching:
+            stage.on_update(_seen_by(stage, window, numbers))
+        self.exchange.apply(self.optimizer, self.kernels.scale(factor, window["gradients"], self.dtypes))
+        return self.counts + 0
 
-        NaN and infinity add nothing.
-        """
-        if isinstance(counted, Tensor) or counted % 1:
-            counted = counted if isinstance(counted, Tensor) else Tensor(counted, ms.float32)
-            counted = ops.where(ops.isfinite(counted), counted, Tensor(0.0, ms.float32))
-            whole = ops.round(counted)
-            rest = self.seen_rest + (counted - whole)  # at most 1, so it keeps fractions down to 2**-25
-            carry = ops.round(rest)
-            ops.assign(self.seen_rest, rest - carry)
-            ops.assign_add(self.seen, cast(whole + carry, ms.int64))
-        else:  # a number of samples that a graph knows
-            ops.assign_add(self.seen, cast(Tensor(counted, ms.float32), ms.int64))
-
-    # --- graphs of the host, or its calls op by op: a graph has to return something -----------------------------------
-
-    def counts(self) -> Tensor:
-        """Return what the host makes a `Status` of, in its own order: float64 `(13,)`."""
-        # Primitives, one cast for all of a dtype, and no list comprehension: else, to compile it takes 0.3 s, not 0.06.
-        whole = stack((self.update_step, self.mini_step, self.skipped, self.closed_windows, self.skipped_in_row,
-                       self.unfinished, self.empty_windows))
-        parts = stack((self.weight_sum, self.window_weight, self.grad_norm))
-        return concat((cast(self.place, ms.float64), cast(whole, ms.float64), cast(parts, ms.float64),
-                       cast(reshape(self.seen, (1,)), ms.float64)))
-
-    def counts_and_verdict(self) -> Tensor:
-        """Return `counts`, and 1 or 0 for whether the stages accept the open window: float64 `(14,)`."""
-        window = self.total(self.own_numbers())
-        # `depend` uses the unit, which nobody needs; otherwise MindSpore warns of "nodes eliminated by mistake".
-        accepted = ops.depend(as_tensor(window["accepted"]), window["unit"])
-        return concat((self.counts(), reshape(cast(accepted, ms.float64), (1,))))
-
-    def close_with_update(self) -> Tensor:
-        """Update with the open window, if all ranks agree. The host has asked the stages before, if there are any."""
-        agreed, numbers = self.meet(self.own_numbers())
-        if agreed:
-            self.update_with(self.total(numbers))
-        return self.update_step + 0
-
-    def close_without_update(self) -> Tensor:
-        """Drop the open window of one device."""
-        self.drop(self.weight_sum)
-        return self.update_step + 0
-
-    def met(self, active: Tensor) -> Tensor:
-        """Return what `meet` does: 1 or 0 for whether ranks agree, and the numbers; float32 `(4,)`."""
-        agreed, numbers = self.meet(self.own_numbers(active))
-        return as_vector((as_tensor(agreed), *numbers))
-
-    def close_with_met(self, numbers: Tensor) -> Tensor:
-        """Update with the open window of several ranks, given the numbers of `met`, `(3,)`."""
-        self.update_with(self.total(as_numbers(numbers, 3)))
-        return self.update_step + 0
-
-    def drop_with_met(self, numbers: Tensor) -> Tensor:
-        """Drop the open window of several ranks, given the numbers of `met`, `(3,)`."""
-        self.drop(numbers[0])
-        return self.update_step + 0
-
-    def exchanged(self, numbers: Tensor) -> tuple:
-        """Exchange the open window of several ranks, for `close_with_exchanged`, if the host then decides for it.
-
-        `numbers`: those of `met`, `(3,)`. Return whether it is accepted, 0 and what was measured, `(1 + n,)` (a vector
-        may not be empty), and the gradients.
-        """
-        window = self.total(as_numbers(numbers, 3))
-        accepted = ops.depend(as_tensor(window["accepted"]), window["unit"])  # see `counts_and_verdict`
-        return accepted, as_vector((0.0, *window["measured"])), *window["gradients"]
-
-    def close_with_exchanged(self, numbers: Tensor, measured: Tensor, *gradients: Tensor) -> Tensor:
-        """Update with what `met` and `exchanged` returned, in the unit 1 of several ranks."""
-        weight, microbatches, active = as_numbers(numbers, 3)
-        self.update_with({"gradients": gradients, "unit": 1.0, "weight": weight, "microbatches": microbatches,
-                    "active": active, "measured": as_numbers(measured, measured.shape[0])[1:], "accepted": True,
-                    "buffered": True, "own": self.weight_sum})
-        return self.update_step + 0
-
-    def add_nothing(self, active: Tensor) -> Tensor:
-        """Take part in the exchange of a piece without data. Return how many of the ranks inside still have data.
-
-        `active`: 1 if this rank still has data, and the piece stands for an empty microbatch; float32 `()`.
-        """
-        # With weight 0, any Tensors of the right shapes are ignored. This loss has no gradient.
-        begun = self.begin(Tensor(0.0, ms.float32))
-        return ops.depend(as_tensor(self.add(self.weights, 0.0, active=active)), begun)
-
-    def end_and_count(self, pieces: Tensor, trained: Tensor) -> Tensor:
-        """End a microbatch; see `end`. Return the number of microbatches in the window."""
-        self.end(pieces, trained)
-        return self.mini_step + 0
+    def _count_seen(self, weight: Scalar, accepted: Any) -> Tensor:
+        """Add the weight of an update to `seen`. Return the fraction that is left. NaN and infinity add nothing."""
+        rest = unstack(self.sums)[REST]
+        if not isinstance(weight, Tensor) and weight % 1 == 0 and not self.drops:
+            ops.assign_add(self.seen, Tensor(int(weight), ms.int64))  # a number of samples that a graph knows
+            return rest
+        counted = as_tensor(weight)
+        if self.drops:
+            counted = counted * cast(accepted, ms.float32)
+        counted = ops.where(ops.isfinite(counted), counted, self.nothing)
+        whole = ops.round(counted)
+        rest = rest + (counted - whole)  # at most 1, so it keeps fractions down to 2**-25
+        carry = ops.round(rest)
+        ops.assign_add(self.seen, cast(whole + carry, ms.int64))
+        return rest - carry
 
     # --- for the host -------------------------------------------------------------------------------------------------
 
     @property
-    def window_state(self) -> tuple[Parameter, ...]:
-        """Return the Parameters that belong to the open window."""
-        return (*self.buffers, self.weight_unit, self.unfinished, self.mini_step, self.taken, self.weight_sum,
-                *self.measured, *self.of_stages)
+    def state(self) -> dict[str, Parameter]:
+        """Return what a file holds beside the counts and sums, by name. It changes only when a window closes."""
+        return {"seen": self.seen, **{f"stage{i}.{type(stage).__name__}.{j}": parameter for i, stage
+                                      in enumerate(self.stages) for j, parameter in enumerate(stage.state)}}
 
-    @property
-    def run_state(self) -> tuple[Parameter, ...]:
-        """Return the other Parameters, but those of stages."""
-        return (self.update_step, self.seen, self.seen_rest, self.grad_norm, self.closed_windows, self.skipped,
-                self.skipped_in_row, self.window_weight, self.place, self.empty_windows)
+    def empty(self, counts: np.ndarray, sums: np.ndarray, mark: int) -> None:
+        """Drop what the buffers hold, and assign these numbers, as they are between two windows.
 
-    @property
-    def nbytes(self) -> int:
-        """Return the number of bytes of all buffers, also before they have memory."""
-        return sum(prod(p.shape) * p.itemsize for p in self.buffers)
-
-    @property
-    def is_allocated(self) -> bool:
-        """Return whether the buffers have memory; before that, they are 0."""
-        return not self.buffers[0].has_init
-
-    def fix_unit(self, weight: float) -> None:
-        """Set the unit to `weight`, unless it is given, or a graph holds it."""
-        if not self.unit_is_fixed:
-            self.unit_is_fixed = True
-            if not self.is_in_use:
-                self.unit = weight
-                ops.assign(self.weight_unit, weight)
-
-    def adopt(self, loaded: float) -> None:
-        """Convert loaded buffers, whose unit is `loaded`, to the unit of this run, if compiled graphs may hold it.
-
-        A unit of 1 in a run that has weighed nothing was not set yet: then the first piece sets it, as in that run.
+        `mark`: what an interrupt leaves.
         """
-        if self.unit_is_fixed or self.is_in_use:
-            for buffer in self.buffers if loaded != self.unit and self.is_allocated else ():
-                ops.assign(buffer, scaled(loaded / self.unit, buffer, buffer.dtype))
-        elif loaded != 1 or any(float(number) != 0 for number in (
-                self.weight_sum, self.window_weight, self.seen, self.seen_rest, self.skipped)):
-            self.unit_is_fixed, self.unit = True, loaded
-        ops.assign(self.weight_unit, self.unit)
+        counts, sums = np.array(counts), np.array(sums)
+        counts[HELD], counts[MARK] = 0, mark
+        ops.assign(self.counts, Tensor(counts))
+        for buffer in self.buffers:
+            ops.assign(buffer, ops.zeros(buffer.shape, buffer.dtype))
+        counts[MARK] = sums[:LAST] = sums[MEASURED:] = 0
+        ops.assign(self.sums, Tensor(sums))
+        ops.assign(self.counts, Tensor(counts))
 
+
+def _seen_by(stage: Stage, window: dict[str, Any], numbers: Numbers) -> dict[str, Any]:
+    """Return a window with what this stage has measured."""
+    return {"gradients": window["gradients"], "unit": window["unit"], "weight": window["weight"],
+            "measured": numbers[stage.measured[0]:stage.measured[1]]}

@@ -1,1 +1,1 @@
-"""The exchange between ranks. Every other room may import it; it imports only the shared files."""
+"""How ranks meet, and what they exchange."""

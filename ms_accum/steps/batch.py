@@ -22,13 +22,10 @@ from ..mindspore_api import (
     DatasetIterator,
     PaddedBatchDataset,
     SourceDataset,
-    jit_class,
 )
-from ..tensors import FLOATS, after, as_tensor, as_vector, as_weight, cast
+from ..tensors import FLOATS, as_weight
 
 if TYPE_CHECKING:
-    from ..core.stream import Stream
-    from ..core.window import Window
     from ..tensors import Scalar
 
 _BATCHED = BatchDataset, BucketBatchByLengthDataset, PaddedBatchDataset
@@ -319,139 +316,6 @@ _WITH_LOSS = "; if it computes no loss, give TrainOneStepCell(nn.WithLossCell(ne
 _MISSING_LOSS = {NETWORK: _WITH_LOSS, "forward_fn": "; if it computes no loss, give nn.WithLossCell(network, loss_fn)"}
 
 
-@jit_class
-class Loss:
-    """Differentiate a function of a piece. Functions take arguments by position; see `batch.positional`.
-
-    If the loss is a mean, its gradients are multiplied by the weight after the backward pass. (To weigh the loss would
-    be wrong for a layer whose own backward pass is not linear.)
-    If it is a sum, they are added as they are; but if a stage looks at gradients, the sum is divided by its weight
-    before the backward pass, because stages expect the gradients of a mean.
-
-    Args:
-        window: The window that collects the gradients.
-        forward_fn, weight_fn, has_aux, reduction, batch_axis, has_weight: As in `make_train_step`.
-        name: Of `forward_fn` in errors.
-        stream: Op by op, what adds each gradient during the backward pass. None: gradients are returned.
-    """
-
-    def __init__(self, window: Window, forward_fn: Callable, weight_fn: Optional[Callable] = None,
-                 has_aux: bool = False, reduction: str = "mean", batch_axis: int = 0, name: str = "forward_fn",
-                 stream: Optional[Stream] = None, has_weight: bool = False) -> None:
-        self.window, self.forward_fn, self.weight_fn = window, forward_fn, weight_fn
-        self.has_aux, self.batch_axis, self.name, self.stream = has_aux, batch_axis, name, stream
-        self.has_weight, self.returns = has_weight, RETURNS[has_weight, has_aux]
-        self.is_sum = reduction == "sum"
-        self.is_divided = self.is_sum and window.looks_at_gradients
-        self.is_added = self.is_sum and not self.is_divided  # without a factor
-        self.differentiate()
-
-    def differentiate(self) -> None:
-        """Build the functions of gradients again, once the mode of the context has changed.
-
-        Those that were built in graph mode are compiled in PyNative mode, too (MindSpore 2.10).
-        """
-        self.begun_grad_fn = ms.value_and_grad(self.begun, None, self.window.weights, has_aux=True)
-        self.grad_fn = ms.value_and_grad(self.scaled, None, self.window.weights, has_aux=True)
-
-    def gradients_of(self, rows: Scalar, piece: tuple, begins: bool) -> dict[str, Any]:
-        """Return the gradients of a piece of `rows` samples, with their "weight" and "factor" (see `Window.add`).
-
-        Also return "loss", the mean loss to report (float32 `()`), and "aux". `begins`: whether to mark that the piece
-        begins, once its loss is computed, and, with a stream, to let gradients stream; then "gradients" is None.
-        """
-        # If the forward pass returns the weight, it is not known yet.
-        weight = 1.0 if self.has_weight else weight_of(self.weight_fn, rows, piece)
-        if isinstance(weight, Tensor):
-            # The weight comes first: otherwise all gradients would wait for it, and be in memory together (Ascend,
-            # bfloat16: 10.3 bytes per parameter instead of 6.7).
-            later = ()  # type: tuple
-            for value in piece:
-                later = (*later, after(weight, value) if isinstance(value, Tensor) else value)
-            piece = later
-        # In its semi-auto parallel mode, MindSpore cannot compile a number as an argument.
-        given = weight if isinstance(weight, Tensor) else Tensor(weight, ms.float32)
-        factor = 1.0 if self.is_added else None
-        if begins:
-            (scaled_loss, loss, aux), gradients = self.differentiated(
-                self.begun_grad_fn, 1.0 if self.is_added else weight, given, *piece)
-        else:
-            (scaled_loss, loss, aux), gradients = self.grad_fn(given, *piece)
-        if self.has_weight:
-            weight, aux = aux
-        # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
-        loss = cast(ops.depend(loss, scaled_loss), ms.float32)
-        loss = loss / divisor(weight) if self.is_sum else loss
-        return {"loss": mean_loss(loss, weight, self.is_added), "aux": aux, "gradients": gradients, "weight": weight,
-                "factor": factor}
-
-    def differentiated(self, grad_fn: Callable, factor: Optional[Scalar], *arguments: Any) -> tuple:
-        """Return `grad_fn(*arguments)`: the value and the gradients, or None for gradients that the stream has added.
-
-        `factor`: of the gradients; see `Window.add`.
-        """
-        if self.stream is None:
-            return grad_fn(*arguments)
-        value, gradients = self.stream(factor, partial(grad_fn, *arguments))
-        return value, None if self.window.streams else gradients
-
-    def scaled(self, weight: Scalar, *piece: Any) -> tuple:
-        """Return the value to differentiate, the loss and aux; with `has_weight`, `(weight, aux)`."""
-        returned, own, aux = parted(self.forward_fn(*piece), self.has_weight, self.has_aux, self.returns, self.name)
-        loss = checked_loss(returned, self.name)
-        if self.has_weight:
-            weight = ops.stop_gradient(as_tensor(as_weight(own)))
-            loss, aux = after(weight, loss), (weight, aux)  # it comes before the backward pass, as one of `weight_fn`
-        total = cast(loss, ms.float32) / divisor(weight) if self.is_divided else loss
-        return self.window.scaled_loss(total), loss, aux
-
-    def begun(self, weight: Scalar, *piece: Any) -> tuple:
-        """Return what `scaled` returns, and mark before it that the piece begins: no gradient is added before that.
-
-        The mark depends on the loss, not on the gradients: with a dependency between a gradient and its buffer, Ascend
-        could not add a matrix product in place.
-        """
-        returned = self.scaled(weight, *piece)
-        if self.stream is not None:
-            self.stream.start(returned[2][0] if self.has_weight and not self.is_added else None)
-        return ops.depend(returned[0], self.window.begin(returned[0])), returned[1], returned[2]
-
-    def evaluated(self, rows: Scalar, piece: tuple) -> tuple[Tensor, Tensor]:
-        """Return the losses of a piece of `rows` samples as `forward_fn` returns them, and their weights: float32
-        `(losses,)`."""
-        returned, own, _ = parted(self.forward_fn(*piece), self.has_weight, self.has_aux, self.returns, self.name)
-        weight = as_weight(own) if self.has_weight else weight_of(self.weight_fn, rows, piece)
-        return as_vector((checked_loss(returned, self.name),)), as_vector((weight,))
-
-
-def weight_of(weight_fn: Optional[Callable], rows: Scalar, piece: tuple) -> Scalar:
-    """Return the weight of a piece: the result of `weight_fn`, or its number of samples."""
-    if weight_fn is None:
-        return rows if isinstance(rows, Tensor) else float(rows)
-    weight = weight_fn(*piece)
-    require_one_weight(len(weight) if isinstance(weight, (tuple, list)) else None)
-    return as_weight(weight)
-
-
-def mean_loss(loss: Tensor, weight: Scalar, is_added: bool) -> Tensor:
-    """Return the mean loss to report: 0 for a weight of 0, and NaN for a weight that is NaN or infinite.
-
-    `is_added`: its gradient was added without the weight; then a loss that is not 0 is reported also for a weight of 0.
-    """
-    if is_added:
-        return loss + weight * 0.0
-    if isinstance(weight, Tensor):
-        return ops.where(weight == 0, Tensor(0.0, ms.float32), loss) + weight * 0.0
-    return loss if weight else ops.depend(Tensor(0.0, ms.float32), loss)
-
-
-def divisor(weight: Scalar) -> Scalar:
-    """Return the divisor of a sum with this weight: 1 for a weight of 0, so that 0/0 is 0."""
-    if not isinstance(weight, Tensor):
-        return weight or 1.0
-    return ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
-
-
 def parted(result: Any, has_weight: bool, has_aux: bool, expected: str, name: str = "forward_fn") -> tuple:
     """Return the result of `forward_fn` as `(loss, weight, aux)`; what it does not return is ()."""
     if not (has_weight or has_aux):
@@ -530,4 +394,32 @@ def require_one_weight(length: Optional[int]) -> bool:
     if length is not None:
         raise ValueError(f"weight_fn returned a tuple of {length}, expected one number or Tensor; give losses={length} "
                          f"to make_train_step if forward_fn returns {length} losses, each with a weight of its own")
+    return True
+
+
+def checked_aux(aux: Any, rows: int, batch_axis: int) -> Any:
+    """Return the aux of a piece. Raise TypeError or ValueError if it cannot be joined to that of other pieces."""
+    values = aux if isinstance(aux, tuple) else (aux,)
+    require_aux_values(len(values))
+    for value in values:
+        require_aux_shape(value.shape if isinstance(value, Tensor) else None, rows, batch_axis)
+    return aux
+
+
+@constexpr
+def require_aux_values(count: int) -> bool:
+    """Raise ValueError for an empty aux: there is nothing to join."""
+    if count == 0:
+        raise ValueError("forward_fn returned an empty aux; return the loss alone, without has_aux=True")
+    return True
+
+
+@constexpr
+def require_aux_shape(shape: Optional[tuple], rows: int, batch_axis: int) -> bool:
+    """Raise an error for aux that is neither a scalar nor a value per sample: it cannot be joined."""
+    remedy = "return Tensors of shape () or with one row for each sample, or give pieces=1"
+    if shape is None:
+        raise TypeError(f"forward_fn returned aux that is neither a Tensor nor a tuple of Tensors; {remedy}")
+    if len(shape) and shape[axis_of(len(shape), batch_axis)] != rows:
+        raise ValueError(f"forward_fn returned aux of shape {tuple(shape)} for a piece of {rows} samples; {remedy}")
     return True

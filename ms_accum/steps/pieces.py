@@ -1,282 +1,122 @@
 """The graphs for all batches of one layout, which the host calls one after the other.
 
-    whole:   value_and_grad, add                 alone: value_and_grad, update: a window of one microbatch
-    pieces:  value_and_grad, add  for each piece, which gathers its own samples; then end, and the mean of the losses
-    empty:   no pieces: the microbatch counts, and its loss is 0
+    whole:   value_and_grad, add; or update, with a window of one microbatch
+    pieces:  value_and_grad, add  for each piece, which gathers its own samples from the batch
 """
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Optional, Union
+from typing import Any, Optional
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
-from mindspore.ops import constexpr
 
-from ..mindspore_api import jit_class
-from ..tensors import as_vector, cast, concat, reshape
-from .batch import axis_of, divisor, places_of, samples_in_graph, select_rows, starts_of
-from .errors import ask_about_piece
+from ..core.window import END, change
+from ..tensors import as_tensor, divide_no_nan, multiply_no_nan, stack, unstack
+from .batch import Cut, axis_of, checked_aux, places_of, samples_in_graph, select_rows, starts_of
 
-if TYPE_CHECKING:
-    from ..core.boundary import Boundary
-    from ..tensors import Scalar
-    from .batch import Cut, Loss
-    from .shapes import Inputs
-
-Aux = Union[Tensor, tuple[Tensor, ...]]
-_halves, _entries = ops.Split(0, 2), ops.Unstack()  # in a graph, to compile an index takes 0.1 s
+Compile = Callable[..., Callable]  # `compile(function)`: see `Boundary.compiled`
 
 
-class Pieces:
-    """Add a batch of one layout by its graphs: one for each kind of piece, and one that ends the microbatch.
+def whole(train: Callable, compiled: Compile, samples: int, has_aux: bool, batch_axis: int, is_dynamic: bool
+          ) -> Callable:
+    """Return `(*batch) -> loss`, or `(loss, aux)`, which trains on a batch that is not cut."""
+    def step(*batch: Any) -> Any:
+        rows = samples_in_graph(batch, batch_axis) if is_dynamic else samples  # type: Scalar
+        trained = train(rows, batch, END)  # not unpacked: MindSpore warns of a part that is not used
+        loss = ops.depend(trained[0], trained[1]) if isinstance(trained[1], Tensor) else trained[0]
+        return (loss, trained[2]) if has_aux else loss
+
+    return compiled(step)
+
+
+def in_pieces(train: Callable, compiled: Compile, samples: int, cut: Cut, pieces: int, has_aux: bool, batch_axis: int
+              ) -> Callable:
+    """Return `(*batch) -> loss`, or `(loss, aux)`: one graph for all pieces of a size.
 
     Sums are passed from piece to piece. Keeping the losses of each piece would fragment MindSpore's memory pool, and
     the peak would grow with the number of pieces (48 pieces: 286 MB instead of 84).
-
-    Args:
-        boundary: The boundary of the window that collects the gradients.
-        loss: What is differentiated.
-        samples: Number of samples in a batch.
-        cut: The axis along which each argument is cut.
-        pieces: Number of pieces that a batch is cut into.
-        losses: Number of losses.
-        inputs: What is declared of a batch with dynamic shapes; see `boundary.compiled`.
-
-    Attributes:
-        starts: First sample and number of samples of each piece; empty for a batch without samples.
-        alone: `(*batch) -> loss`, or `(loss, aux)`, which updates with a window of one microbatch without buffers; None
-            if that is not possible.
     """
+    starts = starts_of(samples, pieces)
+    sizes = {rows: _piece(train, compiled, rows, cut, has_aux, batch_axis) for _, rows in starts}
+    calls = []
+    for i, (start, rows) in enumerate(starts):
+        # Each piece takes back its own mark. The first one leaves one more, and the last one takes that back: what ends
+        # a microbatch is data.
+        is_first, is_last = i == 0, i == len(starts) - 1
+        after = change(MARK=is_first - is_last - 1, HELD=is_last, ADDED=is_last)
+        calls.append((sizes[rows], Tensor(start, ms.int32), after))
+    zero = Tensor(np.zeros(2), ms.float32)
 
-    def __init__(self, boundary: Boundary, loss: Loss, samples: int, cut: Cut, pieces: int, losses: int = 1,
-                 inputs: Optional[Inputs] = None) -> None:
-        self.boundary, self.window, self.loss, self.samples, self.cut = boundary, boundary.window, loss, samples, cut
-        self.starts, self.losses, self.inputs = starts_of(samples, pieces), losses, inputs
-        # If ranks sum each piece, each rank has to add as many: a short batch adds empty ones.
-        self._absent = pieces - len(self.starts) if self.window.exchange.inside > 1 else 0
-        self._graphs: dict[tuple, Callable] = {}
-        self._evaluations: dict[int, Callable] = {}
-        self._end = boundary.compiled(End(loss, len(self.starts), self._absent, losses))
-        self.alone: Optional[Callable] = None
-        self._whole: Optional[Callable] = None
-        if pieces == 1 and samples and losses == 1:
-            whole = Whole(loss, samples, inputs is not None)
-            self._whole = boundary.straight(whole.add, inputs)
-            if not self.window.looks_at_pieces and not self.window.may_drop:
-                self.alone = boundary.straight(whole.update, inputs)
+    def step(*batch: Any) -> Any:
+        totals, found, mean = zero, [], None
+        for graph, start, after in calls:
+            totals, mean, *of_piece = graph(start, after, totals, *batch)
+            found.append(of_piece)
+        return (mean, joined(found, unstack(totals)[1], batch_axis)) if has_aux else mean
 
-    def __call__(self, *batch: Any) -> Any:
-        """Add a microbatch. Return the loss, or `(loss, aux)`: the mean over the pieces."""
-        if self._whole is not None:
-            return self._whole(*batch)
-        return self.run([(rows,) for _, rows in self.starts], [()] * len(self.starts), batch)
-
-    def run(self, keys: list[tuple], inputs: list[tuple], batch: tuple) -> Any:
-        """Add each piece by the graph of its key, given its own inputs. Return what a call returns."""
-        totals, results, aux, place = Tensor(np.zeros(2 * self.losses), ms.float32), [], None, 0
-        try:
-            for place in range(len(self.starts)):
-                totals = self.graph(*keys[place])(Tensor(self.starts[place][0], ms.int32), totals, *inputs[place],
-                                                  *batch)
-                if self.loss.has_aux:
-                    totals, weight, aux = totals
-                    results += [weight, *aux_values(aux)]
-            for _ in range(self._absent):
-                self.boundary.add_nothing(active=0.0 if self.starts else 1.0)
-            if self.starts or self._absent:
-                joined = self._end(totals, *results)
-            else:  # an empty batch compiles nothing
-                ops.assign_add(self.window.mini_step, 1)
-                self.window.count_trained(1)
-                joined = tuple(totals[:self.losses])
-        except Exception as error:
-            ask_about_piece(error, place, len(self.starts))
-            raise
-        losses = joined[0] if self.losses == 1 else joined[:self.losses]
-        if not self.loss.has_aux:
-            return losses
-        joined = joined[self.losses:]
-        return losses, (joined if isinstance(aux, tuple) else joined[0] if joined else None)
-
-    def evaluated(self, *batch: Any) -> np.ndarray:
-        """Return the sums over a batch of weight * loss, for each loss, and of their weights, without training.
-
-        float64 `(2 * losses,)`. It waits for the device.
-        """
-        totals, place = Tensor(np.zeros(2 * self.losses), ms.float32), 0
-        try:
-            for place in range(len(self.starts)):
-                start, rows = self.starts[place]
-                if rows not in self._evaluations:
-                    cut = self.cut if len(self.starts) > 1 else None
-                    evaluated = Evaluated(self.loss, cut, rows, self.inputs is not None)
-                    self._evaluations[rows] = self.boundary.straight(evaluated, self.inputs)
-                totals = self._evaluations[rows](Tensor(start, ms.int32), totals, *batch)
-        except Exception as error:
-            ask_about_piece(error, place, len(self.starts))
-            raise
-        return totals.asnumpy().astype(np.float64)
-
-    def graph(self, *key: Any) -> Callable:
-        """Return the graph that adds a piece with this key, compiled once."""
-        if key not in self._graphs:
-            self._graphs[key] = self.boundary.straight(self.piece(*key), self.inputs)
-        return self._graphs[key]
-
-    def piece(self, rows: int, *key: Any) -> Callable:
-        """Return what adds a piece of `rows` samples; its arguments are the key of its graph."""
-        return Piece(self.loss, self.cut, rows)
+    return step
 
 
-@jit_class
-class Whole:
-    """Add a microbatch that is not cut, or update with it.
+def _piece(train: Callable, compiled: Compile, rows: int, cut: Cut, has_aux: bool, batch_axis: int) -> Callable:
+    """Return `(start, after, totals, *batch) -> (totals, mean loss)`, followed by the weight and the aux.
 
-    `is_dynamic`: whether shapes of the batch are, so that the graph may be for any number of samples.
+    `start`: the first sample. `totals`: the sums of weight * loss, and of the weights: float32 `(2,)`.
     """
+    places = places_of(rows)
 
-    def __init__(self, loss: Loss, samples: int, is_dynamic: bool) -> None:
-        self.loss, self.window, self.samples, self.is_dynamic = loss, loss.window, samples, is_dynamic
-
-    def add(self, *batch: Any) -> Any:
-        """Add a microbatch. Return the loss, or `(loss, aux)`."""
-        found = self.loss.gradients_of(self._rows(batch), batch, True)
-        loss = ops.depend(found["loss"], self.window.add(found["gradients"], found["weight"], found["factor"], ends=1))
-        return (loss, found["aux"]) if self.loss.has_aux else loss
-
-    def update(self, *batch: Any) -> Any:
-        """Update with a microbatch as a window of its own. Return the loss, or `(loss, aux)`."""
-        found = self.loss.gradients_of(self._rows(batch), batch, False)
-        self.window.update_alone(found["gradients"], found["weight"], found["factor"])
-        return (found["loss"], found["aux"]) if self.loss.has_aux else found["loss"]
-
-    def _rows(self, batch: tuple) -> Scalar:
-        return samples_in_graph(batch, self.loss.batch_axis) if self.is_dynamic else self.samples
-
-
-@jit_class
-class Piece:
-    """Add a piece of a microbatch."""
-
-    def __init__(self, loss: Loss, cut: Cut, rows: int) -> None:
-        self.loss, self.window, self.cut, self.rows, self.places = loss, loss.window, cut, rows, places_of(rows)
-
-    def __call__(self, start: Tensor, totals: Tensor, *batch: Any) -> Any:
-        """Add the piece that begins with sample `start`. Return the new totals, or `(totals, weight, aux)`.
-
-        `totals`: sums of weight * loss, and of the weights: float32 `(2,)`.
-        """
+    def piece(start: Tensor, after: Tensor, totals: Tensor, *batch: Any) -> tuple:
         # The samples are gathered here, from the whole batch: a graph's argument is not copied.
-        found = self.loss.gradients_of(self.rows, select_rows(start + self.places, self.cut, batch), True)
-        aux, weight = found["aux"], found["weight"]
-        if self.loss.has_aux:
-            aux = checked_aux(aux, self.rows, self.loss.batch_axis)
-        active = self.window.add(found["gradients"], weight, found["factor"])
-        summed = found["loss"] * divisor(weight) if self.loss.is_added else counted(found["loss"], weight)
-        totals = ops.depend(totals + as_vector((summed, weight)), active)
-        return (totals, as_vector((weight,)), aux) if self.loss.has_aux else totals
+        trained = train(rows, select_rows(start + places, cut, batch), after)
+        weight = as_tensor(trained[1])
+        totals = totals + stack((multiply_no_nan(trained[0], weight), weight))
+        sums = unstack(totals)
+        mean = divide_no_nan(sums[0], sums[1])
+        return (totals, mean, weight, checked_aux(trained[2], rows, batch_axis)) if has_aux else (totals, mean)
+
+    return compiled(piece)
 
 
-@jit_class
-class Evaluated:
-    """Add up the losses of a piece, without a backward pass.
-
-    `cut`: the axis along which each argument is cut; None: the piece is the whole batch. `is_dynamic`: see `Whole`.
-    """
-
-    def __init__(self, loss: Loss, cut: Optional[Cut], rows: int, is_dynamic: bool) -> None:
-        self.loss, self.cut, self.rows, self.places = loss, cut, rows, places_of(rows)
-        self.is_dynamic = is_dynamic and cut is None
-
-    def __call__(self, start: Tensor, totals: Tensor, *batch: Any) -> Tensor:
-        """Return the new totals, given those before the piece that begins with sample `start`; see `Piece`."""
-        piece = batch if self.cut is None else select_rows(start + self.places, self.cut, batch)
-        rows = samples_in_graph(batch, self.loss.batch_axis) if self.is_dynamic else self.rows
-        losses, weights = self.loss.evaluated(rows, piece)
-        return totals + concat((losses if self.loss.is_sum else counted(losses, weights), weights))
-
-
-@jit_class
-class End:
-    """End a microbatch that is cut into pieces."""
-
-    def __init__(self, loss: Loss, pieces: int, absent: int, losses: int) -> None:
-        self.window, self.batch_axis = loss.window, loss.batch_axis
-        self.pieces, self.absent, self.losses = pieces, absent, losses
-
-    def __call__(self, totals: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
-        """Return the mean of each loss, and the joined aux, given `totals` and what `join_aux` takes."""
-        self.window.end(self.pieces + self.absent)
-        sums, weights = _halves(totals)
-        divisors = divisor(weights)  # type: Any
-        means = _entries(sums / divisors)
-        return (*means, *join_aux(results, self.pieces, divisors[0], self.batch_axis)) if results else means
-
-
-# --- aux --------------------------------------------------------------------------------------------------------------
-
-
-def checked_aux(aux: Aux, rows: int, batch_axis: int) -> Aux:
-    """Return the aux of a piece. Raise TypeError or ValueError if it cannot be joined to that of other pieces."""
-    require_aux_values(len(aux_values(aux)))
-    for value in aux_values(aux):
-        require_aux_shape(value.shape if isinstance(value, Tensor) else None, rows, batch_axis)
-    return aux
-
-
-def join_aux(results: tuple[Tensor, ...], pieces: int, divisor: Tensor, batch_axis: int) -> tuple[Tensor, ...]:
-    """Join the aux of pieces: concatenate values per sample, and return the weighted means of scalars.
-
-    Args:
-        results: For each piece, its weight (float32, `(1,)`) followed by the Tensors of its aux.
-        pieces: Number of pieces.
-        divisor: The sum of the weights.
-        batch_axis: The axis that counts the samples, in Tensors with that axis.
-    """
+def looked_at(look: Callable, compiled: Compile, samples: int, cut: Cut, pieces: int, batch_axis: int, is_dynamic: bool
+              ) -> Callable:
+    """Return `(*batch) -> (sum of weight * loss, weight)`: float32 `(2,)`, without training."""
     if pieces == 1:
-        return tuple(results[1:])
-    values = len(results) // pieces
-    joined = ()  # type: tuple[Tensor, ...]
-    for place in range(1, values):
-        parts = results[place::values]
-        if parts[0].ndim:
-            whole = ops.concat(tuple(parts), axis_of(parts[0].ndim, batch_axis))
-        else:
-            whole = 0.0
-            for i, part in enumerate(parts):
-                whole = whole + counted(part, reshape(results[i * values], ()))
-            whole = whole / divisor
-        joined = (*joined, whole)
-    return joined
+        def step(*batch: Any) -> Tensor:
+            rows = samples_in_graph(batch, batch_axis) if is_dynamic else samples  # type: Scalar
+            found = look(rows, batch, END)
+            weight = as_tensor(found[1])
+            return stack((multiply_no_nan(found[0], weight), weight))
+        return compiled(step)
+    starts = starts_of(samples, pieces)
+    sizes = {rows: _piece(look, compiled, rows, cut, False, batch_axis) for _, rows in starts}
+    zero = Tensor(np.zeros(2), ms.float32)
+
+    def each(*batch: Any) -> Tensor:
+        totals = zero
+        for start, rows in starts:
+            totals = sizes[rows](Tensor(start, ms.int32), END, totals, *batch)[0]
+        return totals
+
+    return each
 
 
-def counted(value: Tensor, weight: Scalar) -> Tensor:
-    """Return `value * weight` in float32; 0 for a weight of 0, also if the value is NaN (a mean over no token)."""
-    product = cast(value, ms.float32) * weight
-    return ops.where(weight == 0, Tensor(0.0, ms.float32), product) if isinstance(weight, Tensor) else product
+def joined(found: list, total: Tensor, batch_axis: int) -> Any:
+    """Join the aux of pieces: concatenate values per sample, and return the means of scalars, by weight.
+
+    `found`: `(weight, aux)` of each piece. `total`: the sum of the weights.
+    """
+    weights, aux = [weight for weight, _ in found], [aux for _, aux in found]
+    if not isinstance(aux[0], tuple):
+        return _joined(weights, aux, total, batch_axis)
+    return tuple(_joined(weights, list(values), total, batch_axis) for values in zip(*aux))
 
 
-def aux_values(aux: Aux) -> tuple[Tensor, ...]:
-    """Return the Tensors of an aux."""
-    return aux if isinstance(aux, tuple) else (aux,)
-
-
-@constexpr
-def require_aux_values(count: int) -> bool:
-    """Raise ValueError for an empty aux: there is nothing to join."""
-    if count == 0:
-        raise ValueError("forward_fn returned an empty aux; return the loss alone, without has_aux=True")
-    return True
-
-
-@constexpr
-def require_aux_shape(shape: Optional[tuple], rows: int, batch_axis: int) -> bool:
-    """Raise an error for aux that is neither a scalar nor a value per sample: it cannot be joined."""
-    remedy = "return Tensors of shape () or with one row for each sample, or give pieces=1"
-    if shape is None:
-        raise TypeError(f"forward_fn returned aux that is neither a Tensor nor a tuple of Tensors; {remedy}")
-    if len(shape) and shape[axis_of(len(shape), batch_axis)] != rows:
-        raise ValueError(f"forward_fn returned aux of shape {tuple(shape)} for a piece of {rows} samples; {remedy}")
-    return True
+def _joined(weights: list, values: list, total: Tensor, batch_axis: int) -> Tensor:
+    if values[0].ndim:
+        return ops.concat(tuple(values), axis_of(values[0].ndim, batch_axis))
+    summed: Optional[Tensor] = None
+    for value, weight in zip(values, weights):
+        product = multiply_no_nan(value.astype(ms.float32), weight)
+        summed = product if summed is None else summed + product
+    return divide_no_nan(summed, total)

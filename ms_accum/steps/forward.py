@@ -1,0 +1,128 @@
+"""What a piece of a batch computes: its weight, its loss, and the gradients that the window adds."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
+
+import mindspore as ms
+from mindspore import Tensor, ops
+
+from ..core.stream import Stream
+from ..core.window import Window
+from ..tensors import Scalar, as_tensor, as_weight, cast
+from .batch import RETURNS, checked_loss, parted, require_one_weight
+
+
+class Functions(NamedTuple):
+    """Hold what users give a step. Functions take the batch by position; see `batch.positional`."""
+
+    forward_fn: Callable
+    weight_fn: Optional[Callable] = None
+    has_weight: bool = False
+    has_aux: bool = False
+    name: str = "forward_fn"  # in messages
+
+
+def forward_of(functions: Functions) -> Callable:
+    """Return `(weight, *piece) -> (loss, weight, aux)`: the loss as it is returned, and the weight that counts."""
+    forward_fn, _, has_weight, has_aux, name = functions
+    returns = RETURNS[has_weight, has_aux]
+
+    def forward(weight: Scalar, *piece: Any) -> tuple:
+        loss, own, aux = parted(forward_fn(*piece), has_weight, has_aux, returns, name)
+        loss = checked_loss(loss, name)
+        if has_weight:
+            weight = ops.stop_gradient(as_tensor(as_weight(own)))
+        return loss, weight, aux
+
+    return forward
+
+
+def weighed(functions: Functions) -> Callable:
+    """Return `(rows, piece) -> (weight, piece)`, where the piece comes after its weight.
+
+    Otherwise all gradients would wait for the weight, and be in memory together (Ascend, bfloat16: 10.3 bytes per
+    parameter in place of 6.7).
+    """
+    weight_fn, has_weight = functions.weight_fn, functions.has_weight
+
+    def weigh(rows: Scalar, piece: tuple) -> tuple:
+        if weight_fn is None:  # with `has_weight`, the forward pass returns the weight
+            return 1.0 if has_weight else as_weight(rows), piece
+        weight = weight_fn(*piece)
+        require_one_weight(len(weight) if isinstance(weight, (tuple, list)) else None)
+        weight, later = as_weight(weight), ()  # type: Any, tuple
+        for value in piece:
+            later = (*later, ops.depend(value, weight) if isinstance(value, Tensor) and isinstance(weight, Tensor)
+                     else value)
+        return weight, later
+
+    return weigh
+
+
+def reported(loss: Tensor, weight: Scalar, is_sum: bool) -> Tensor:
+    """Return the mean loss to report, float32: 0 for a mean over nothing, NaN for a weight that is NaN."""
+    loss = cast(loss, ms.float32)
+    if not isinstance(weight, Tensor):
+        if is_sum:
+            return loss / (weight or 1.0)
+        return loss if weight else ops.depend(Tensor(0.0, ms.float32), loss)
+    if is_sum:
+        return loss / ops.where(weight == 0, Tensor(1.0, ms.float32), weight) + weight * 0.0
+    return ops.where(weight == 0, Tensor(0.0, ms.float32), loss) + weight * 0.0
+
+
+def training_of(window: Window, functions: Functions, stream: Optional[Stream], closes: bool) -> Callable:
+    """Return `(rows, piece, after) -> (loss, weight, aux)`, which differentiates a piece of `rows` samples and adds it.
+
+    Args:
+        window: The window.
+        functions: What is differentiated. (To weigh the loss, not its gradients, would be wrong for a layer whose own
+            backward pass is not linear.)
+        stream: Op by op, what adds each gradient during the backward pass. None: they are added together.
+        closes: Whether to update with the piece as a window of one. Otherwise `after` is added to the counts.
+    """
+    forward, weigh, has_weight = forward_of(functions), weighed(functions), functions.has_weight
+
+    def scaled(weight: Scalar, *piece: Any) -> tuple:
+        results = forward(weight, *piece)
+        loss, weight, aux = results[0], results[1], results[2]
+        mark = window.begin(loss)
+        if stream is not None:
+            stream.start(window.factor_of(weight))
+        value = ops.depend(window.scale_loss(loss), mark)
+        if has_weight:  # not otherwise: a number would not stay a constant
+            return ops.depend(value, weight), loss, aux, weight
+        return value, loss, aux
+
+    grad_fn = ms.value_and_grad(scaled, None, window.exchange.parameters, has_aux=True)
+    differentiated = grad_fn if stream is None else stream.around(grad_fn)
+
+    def train(rows: Scalar, piece: tuple, after: Tensor) -> tuple:
+        weight, piece = weigh(rows, piece)
+        values, gradients = differentiated(weight, *piece)
+        # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".
+        loss = cast(ops.depend(values[1], values[0]), ms.float32)
+        if has_weight:
+            weight = values[3]
+        if closes:
+            loss = ops.depend(loss, window.alone(gradients, weight, loss))
+        elif stream is None:
+            window.add(gradients, weight, loss, after)
+        else:
+            window.count_piece(weight, loss, after)
+        return reported(loss, weight, window.is_sum), weight, values[2]
+
+    return train
+
+
+def looking_of(window: Window, functions: Functions) -> Callable:
+    """Return what `training_of` does, without a backward pass: for an evaluation."""
+    forward, weigh = forward_of(functions), weighed(functions)
+
+    def look(rows: Scalar, piece: tuple, after: Tensor) -> tuple:
+        weight, piece = weigh(rows, piece)
+        results = forward(weight, *piece)
+        return reported(results[0], results[1], window.is_sum), results[1], ()
+
+    return look
