@@ -26,12 +26,11 @@ from ..mindspore_api import (
 )
 from ..tensors import as_weight, require_condition
 from .boundary import Boundary, Status
-from .elementwise import require_divisible
 from .epoch import Epoch, warn_of_no_batch, without_first
 from .facts import describe, short_text_of, text_of, texts_of_stages
 from .length import length_of
 from .notes import note_called, note_closed, note_filled
-from .optimizers import checked_parameters, name_state, own_name, state_of
+from .optimizers import checked_parameters, name_state, own_name, require_elementwise, state_of
 from .precision import buffer_dtype_of, warn_of_lost_gradients
 from .stages import (
     checked_loss_scaler,
@@ -39,6 +38,7 @@ from .stages import (
     checked_stages,
     needing_whole_gradients,
     require_scale,
+    require_slices_suffice,
     stages_of,
 )
 from .stream import Stream, require_backward, require_scalar_loss, require_untouched
@@ -467,7 +467,9 @@ def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, accum
     if reducer is not None:
         reducer = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
         exchange = reducer.bind(accumulated)
-        require_divisible(optimizer, stages, exchange.divides_parameters)
+        if exchange.divides_parameters:
+            require_slices_suffice(stages)
+            require_elementwise(optimizer, reducer.elementwise)
         return exchange
     if accumulated.slices:
         raise ValueError("the optimizer updates this rank's slices, but there is no reducer to gather them; give "

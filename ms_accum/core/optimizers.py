@@ -30,6 +30,10 @@ _COMPILED = ("mindspore.nn.optim.", "mindspore.experimental.optim.")  # where op
 _GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order in which a process creates them
 _CONSTANT = (Real, str, type(None))
 _NO_OPTIONS = ("lr", "initial_lr")  # a Parameter, unless a script has just replaced it; what only a scheduler reads
+# Of MindSpore 2.10: each element is updated without looking at others, or at shapes.
+_ELEMENTWISE = {"ASGD", "AdaMax", "Adadelta", "Adagrad", "Adam", "AdamOffload", "AdamW", "AdamWeightDecay", "Adamax",
+                "FTRL", "FusedAdamW", "LazyAdam", "Momentum", "NAdam", "ProximalAdagrad", "RAdam", "RMSProp", "RMSprop",
+                "Rprop", "SGD"}
 _named_by: dict[str, ref] = {}
 _prefixes: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()  # of the names of accumulators' Parameters
 _UNKNOWN = ("{} has no learning rate that can be read, expected an attribute learning_rate, a Parameter of shape (), "
@@ -58,6 +62,21 @@ def checked_parameters(optimizer: object, name: str = "optimizer") -> tuple[Para
                          "give it network.trainable_params()")
     _require_unscaled(optimizer)
     return tuple(parameters)
+
+
+def require_elementwise(optimizer: Any, declared: bool) -> None:
+    """Raise ValueError for an optimizer that may need whole parameters, where ranks divide them.
+
+    `declared`: whether the user says that it does not.
+    """
+    kind, centralizes = type(optimizer), getattr(optimizer, "grad_centralization", False) or any(
+        getattr(optimizer, "grad_centralization_flags", ()))
+    is_known = kind.__module__.startswith("mindspore.") and kind.__name__ in _ELEMENTWISE
+    if centralizes or not (declared or is_known):
+        raise ValueError(f"{kind.__name__}{' with grad_centralization=True' * bool(centralizes)} may look at whole "
+                         "parameters, but with zero > 0 a rank updates only slices; give an elementwise optimizer of "
+                         "MindSpore, or zero=0; or elementwise=True, if yours looks neither at other elements nor at "
+                         "shapes")
 
 
 def warn_if_idle(optimizer: nn.Optimizer) -> None:

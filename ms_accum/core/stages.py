@@ -274,6 +274,15 @@ def needing_whole_gradients(*, clip_norm: Optional[float], on_nonfinite: str, st
             *(name for name, value in others.items() if value is not None), *(["stages"] if looking else []))
 
 
+def require_slices_suffice(stages: tuple[Stage, ...]) -> None:
+    """Raise ValueError for a stage that looks at gradients, and does not say that their slices will do."""
+    for stage in stages:
+        if overrides(stage, "accepts", "on_update") and not stage.takes_slices:
+            raise ValueError(f"{type(stage).__name__} looks at the gradients of a window, but with zero > 0 a rank has "
+                             "only slices of them; sum over elements by self.exchange.over_slices and set takes_slices "
+                             "= True, or give zero=0")
+
+
 def checked_stages(stages: object, noise_scale: object) -> tuple[Stage, ...]:
     """Return `stages` as a tuple. Raise TypeError if one of them, or `noise_scale`, is not a stage."""
     if noise_scale is not None:

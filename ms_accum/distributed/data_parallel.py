@@ -62,6 +62,8 @@ class DataParallel:
             number that msrun started on this host.
         compare: Whether to compare what the optimizers of all ranks hold, when an accumulator is built, and the
             parameters, by checksums, at the end of each flush (so of each epoch) and in each save.
+        elementwise: With `zero`: that an optimizer of your own updates each element without looking at others or at
+            shapes. MindSpore's optimizers that do so are known by name.
 
     Raises:
         TypeError: If an argument is of the wrong kind or has an unknown name.
@@ -91,12 +93,14 @@ class DataParallel:
     bucket_mib: float = 32
     ranks_per_node: Optional[int] = None
     compare: bool = True
+    elementwise: bool = False
 
     def __post_init__(self) -> None:
         one_of("sync", self.sync, (None, *_SYNC))
         whole_number("zero", self.zero, "0, 1 and 2 are the stages of ZeRO", minimum=0, maximum=2)
         boolean("broadcast", self.broadcast)
         boolean("compare", self.compare)
+        boolean("elementwise", self.elementwise)
         number("bucket_mib", self.bucket_mib, lambda size: 0 < size < inf, "a finite number of mebibytes > 0")
         # One field says when ranks exchange, also where it was left out: equal reducers have equal texts.
         object.__setattr__(self, "sync", self.sync or ("microbatch" if self.zero == 2 else "window"))
