@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from inspect import unwrap
 from math import inf, nan, prod
 from numbers import Real
+from types import CodeType
 from typing import Any, Union
 from warnings import warn
 from weakref import WeakKeyDictionary, ref
@@ -19,7 +20,6 @@ from ..arguments import number
 from ..distributed.zero import whole_of
 from ..mindspore_api import LearningRateSchedule
 from ..tensors import FLOATS, require_trainable
-from .reach import codes_in
 
 INSTANCE = re.compile(r"^accumulator\d+\.")  # the prefix of an accumulator's Parameters, if `cell_prefix` is taken
 _PLACE = re.compile(r"\[(\d+)\]$")
@@ -150,9 +150,17 @@ def _calls_compiled(kind: type) -> bool:
             return True
         code = getattr(unwrap(vars(base).get("construct", _calls_compiled)), "__code__", None)
         if "construct" in vars(base) and (code is None or all("construct" not in each.co_names
-                                                              for each in codes_in(code))):
+                                                              for each in _codes_in(code))):
             return False  # it calls no construct of a base
     return False
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function, and that of the functions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
 
 
 def rates_of(optimizer: object) -> dict[str, Parameter]:

@@ -20,6 +20,7 @@ from ..tensors import FLOATS, after, cast, reshape
 from .batch import Loss, checked_loss, checked_pieces, places_of, positional, select_rows
 from .pieces import Pieces
 from .shapes import Inputs, Shapes
+from .train_mode import checked_networks
 from .train_step import TrainStep, averaging
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def make_grad_cache_step(
     accumulate_step: Optional[AccumulateStep] = None,
     *,
     pieces: int,
+    network: Union[nn.Cell, tuple[nn.Cell, ...], None] = None,
 ) -> TrainStep:
     """Build a compiled train step for a loss over a whole batch, such as InfoNCE, that needs the memory of one piece.
 
@@ -60,6 +62,7 @@ def make_grad_cache_step(
             (e.g. a temperature). With several ranks, each rank uses the negatives of its own batch.
         accumulate_step: Number of batches in a window. Required with an optimizer.
         pieces: Number of pieces that a batch is cut into, as in `make_train_step`; the last one may be shorter.
+        network: The networks that the functions use, as in `make_train_step`.
 
     Returns:
         `train_step(*batch) -> loss`, a float32 Tensor of shape `()`. `epoch`, `flush`, `updated` and named batches work
@@ -106,7 +109,8 @@ def make_grad_cache_step(
         return CachedPieces(accumulator.boundary, encode, positional("loss_fn", loss_fn), samples, cut, pieces,
                             shapes.inputs_of(samples, cut, names))
 
-    return TrainStep((encode_fn, loss_fn), accumulator, pieces, graphs_for, shapes)
+    return TrainStep((encode_fn, loss_fn), accumulator, pieces, graphs_for, shapes,
+                     networks=checked_networks(network))
 
 
 class CachedPieces(Pieces):

@@ -1,81 +1,70 @@
-"""The training mode of a network: warn if it is in evaluation mode, and detect when the mode changes."""
+"""The networks of a step, given or named by its functions: their mode, and whether they are the trained ones."""
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from inspect import isfunction
-from itertools import chain
-from typing import Any, Optional
+from functools import partial
+from inspect import unwrap
+from types import CellType
+from typing import Any, Optional, Union
 from warnings import warn
 
 import numpy as np
 from mindspore import Parameter, nn
 
-from ..core.reach import held_by
+from ..arguments import instance_of
 from ..tensors import as_array
 
 _EVALUATING = ("{} is in evaluation mode, so {} computes as in evaluation: no Dropout, fixed statistics of "
                "BatchNorm; call set_train() on the network before you train it. If you want evaluation mode in this "
                "layer, call set_train() on the network, then set_train(False) on the layer")
-
-_UNSEEN = ("no network that holds {} was found, so set_train() of it has no effect after the first call, and an "
-           "optimizer of another network is not noticed; give the network to {} where it can be found: by a name that "
-           "the function uses, in a closure, or as an attribute or an argument of functools.partial")
-
-_UNSEEN_IN_EVALUATION = ("no network that holds {} was found, so evaluate computes in the mode that it is in; give the "
-                         "network to {} where it can be found: by a name that the function uses, in a closure, or as "
-                         "an attribute or an argument of functools.partial")
-
-_FOREIGN = ("the optimizer updates {} and others, expected parameters of a network that {} uses (found: {}): all "
-            "gradients would be 0; build the optimizer from the parameters of that network. If the optimizer's own "
-            "network is used, but is not found, give it to the function by a name, in a closure, or as an attribute or "
-            "an argument of functools.partial")
-
+_UNSEEN = ("no network that holds {} was found in what {} names, so evaluate cannot set its evaluation mode; give the "
+           "network by network= to the function that builds the step")
+_FOREIGN = ("the optimizer updates {} and others, expected parameters of a network that {} names (found: {}): all "
+            "gradients would be 0; build the optimizer from the parameters of that network. If the function uses the "
+            "optimizer's network without naming it, give it by network=")
+_SAME_NAME = ("the optimizer updates a Parameter called {}, but the network has a different Parameter with this name; "
+              "if the network was built again (e.g. in a notebook), build the optimizer and the train step again, too; "
+              "if there are two networks, give their parameters different names with Cell.update_parameters_name")
 _BY_CLASS = ("{} has class weights, so its mean is over their sum, but batches count by their numbers of samples: "
              "several batches (windows, evaluate) are averaged wrongly; give a weight_fn that returns "
              "weight[label].sum()")
-
-# Attributes that hold a layer's rate of dropout: of Dropout, Dropout1d and MultiheadAttention.
-_RATES = ("p", "prob", "dropout")
+_LAYERS = ("Dropout", "BatchNorm", "SyncBatchNorm")  # names of classes, in `mindspore.nn` and `mindspore.mint`
 
 
 class TrainMode:
-    """Watch the mode of all layers of a step's networks: any code may read it, also that of the functions.
-
-    Warn if a trained parameter belongs to no network that can be found.
+    """Watch the mode of all layers of a step's networks.
 
     Args:
-        functions: What the graphs call: Cells, or functions that use Cells; the first one is that of the user.
+        functions: What the graphs call; the first one is that of the user.
         weights: The parameters that are trained.
-        eager: Whether the functions run op by op: then a network that was not found changes its mode like any other.
+        networks: The networks, if they are given; else those that the functions name.
 
     Attributes:
         layers: The layers. If `training` of one changes, graphs must be compiled again.
-        parameters: Their Parameters, and others that the functions can reach.
+
+    Raises:
+        ValueError: If a network holds another Parameter with the name of a trained one, or if the networks have
+            trainable parameters, but none that is trained: all gradients would be 0.
     """
 
-    def __init__(self, functions: Sequence[Callable], weights: Iterable[Parameter], eager: bool = False) -> None:
-        self._networks, parameters = held_by(*functions)
-        self.layers = [layer for network in self._networks for _, layer in network.cells_and_names()]
-        self._trained = {id(p): p.name for p in weights}
-        found = {id(p): p for p in chain(parameters, *(network.get_parameters() for network in self._networks))}
-        self.parameters = list(found.values())
-        has_own = any(p.requires_grad for network in self._networks for p in network.get_parameters())
-        self._is_foreign = has_own and self._trained.keys().isdisjoint(found)
-        self._unseen = next((name for key, name in self._trained.items() if key not in found), None)
-        self._eager = eager
+    def __init__(self, functions: Sequence[Callable], weights: Sequence[Parameter],
+                 networks: Sequence[nn.Cell] = ()) -> None:
+        self._networks = networks or networks_of(functions)
+        require_same_parameters(self._networks, weights)
+        self._trained = {id(p) for p in weights}
         self._name = getattr(functions[0], "__name__", "forward_fn")
+        held = {id(p) for network in self._networks for p in network.get_parameters()}
+        unseen = [p.name for p in weights if id(p) not in held]
+        own = dict.fromkeys(type(network).__name__ for network in self._networks if network.trainable_params())
+        if own and len(unseen) == len(weights):
+            raise ValueError(_FOREIGN.format(unseen[0], self._name, ", ".join(own)))
+        self._unseen = None if networks else next(iter(unseen), None)
         self._seen: set[tuple[bool, ...]] = set()
+        self.layers = self._all_layers()
 
-    def require_trained_network(self) -> None:
-        """Raise ValueError if networks with trainable parameters were found, but no parameter that is trained.
-
-        All gradients would be 0, and nothing would say so.
-        """
-        if self._is_foreign:
-            networks = ", ".join(dict.fromkeys(type(network).__name__ for network in self._networks
-                                               if any(p.requires_grad for p in network.get_parameters())))
-            raise ValueError(_FOREIGN.format(next(iter(self._trained.values())), self._name, networks))
+    def _all_layers(self) -> list[nn.Cell]:
+        return [layer for network in self._networks for _, layer in network.cells_and_names()]
 
     def warn_of_class_weights(self) -> None:
         """Warn if a mean by class weights is found, in a step whose batches are weighted by numbers of samples."""
@@ -88,14 +77,10 @@ class TrainMode:
     def warn_if_evaluating(self, mode: tuple[bool, ...]) -> None:
         """Warn, once for each mode, if a trained network is in evaluation mode (a single layer does not count).
 
-        Warn, once, if a network was not found.
-
         `mode`: the `training` of each of `layers`.
         """
         if mode in self._seen:
             return
-        if self._unseen is not None and not self._eager and not self._seen:
-            warn(_UNSEEN.format(self._unseen, self._name), UserWarning, stacklevel=2)
         self._seen.add(mode)
         for network in self._networks:
             name, layer = evaluating(network, self._trained) or ("", None)
@@ -108,30 +93,73 @@ class TrainMode:
     def evaluation(self) -> Iterator[None]:
         """Set all layers to evaluation mode in the block. After it, each is in its own mode again.
 
-        Warn if a network was not found.
+        Raise ValueError if a network was not found.
         """
         if self._unseen is not None:
-            warn(_UNSEEN_IN_EVALUATION.format(self._unseen, self._name), UserWarning, stacklevel=2)
-        # `set_train`, and not flags alone: a `construct` under ms.jit has a graph for what it last set.
-        networks, modes = [network.training for network in self._networks], [layer.training for layer in self.layers]
+            raise ValueError(_UNSEEN.format(self._unseen, self._name))
+        # `set_train`, and not flags alone: a `construct` under ms.jit has a graph for what it last set. Op by op, a
+        # layer may have been replaced since the first call.
+        networks = [(network, network.training) for network in self._networks]
+        layers = [(layer, layer.training) for layer in self._all_layers()]
         try:
-            for network in self._networks:
+            for network, _ in networks:
                 network.set_train(False)
             yield
         finally:
-            for network, mode in zip(self._networks, networks):
+            for network, mode in networks:
                 network.set_train(mode)
-            for layer, mode in zip(self.layers, modes):  # each one alone: `set_train` sets the layers in it, too
+            for layer, mode in layers:  # each one alone: `set_train` sets the layers in it, too
                 layer.add_flags(training=mode)
 
 
+def checked_networks(network: Union[nn.Cell, tuple[nn.Cell, ...], None]) -> tuple[nn.Cell, ...]:
+    """Return the argument `network` as a tuple, or raise TypeError."""
+    if network is None:
+        return ()
+    networks = network if isinstance(network, tuple) else (network,)
+    for each in networks:
+        instance_of("network", each, nn.Cell, "a Cell or a tuple of Cells", "give the network that is trained")
+    return networks
+
+
+def networks_of(functions: Iterable[Callable]) -> list[nn.Cell]:
+    """Return the Cells that functions are, or name: in a closure, a global, a default, `self` or a `partial`."""
+    found = {id(value): value for function in functions for value in _named_by(function) if isinstance(value, nn.Cell)}
+    return [*found.values()]
+
+
+def _named_by(function: Any) -> list[object]:
+    """Return the values that a function names; none if it is not a Python function."""
+    if isinstance(function, nn.Cell):
+        return [function]
+    if isinstance(function, partial):
+        return [*function.args, *function.keywords.values(), *_named_by(function.func)]
+    method = function if hasattr(function, "__code__") else function.__call__
+    owner, plain = getattr(method, "__self__", None), unwrap(method)
+    if not hasattr(plain, "__code__"):
+        return []
+    closure = [cell.cell_contents for cell in plain.__closure__ or () if cell != CellType()]  # which is not set yet
+    # `co_names` has names of globals and of attributes: `self.network` is not a global `network`.
+    named = {**plain.__globals__, **getattr(owner, "__dict__", {})}
+    values = [named[name] for name in plain.__code__.co_names if name in named]
+    return [owner, *closure, *(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values(), *values]
+
+
+def require_same_parameters(networks: Iterable[nn.Cell], weights: Iterable[Parameter]) -> None:
+    """Raise ValueError if another network is trained that has the same names: this one would get no gradient."""
+    trained = {p.name: p for p in weights}
+    for parameter in (p for network in networks for p in network.get_parameters()):
+        if trained.get(parameter.name, parameter) is not parameter:
+            raise ValueError(_SAME_NAME.format(parameter.name))
+
+
 def evaluating(network: nn.Cell, trained: Container[int] = ()) -> Optional[tuple[str, nn.Cell]]:
-    """Return the first layer that depends on the mode, with its name, if the network and all such layers evaluate.
+    """Return the first layer of Dropout or BatchNorm, with its name, if the network and all such layers evaluate.
 
     The network may be inside a Cell with the loss, which stays in training mode if a script sets the network alone:
     then all layers that hold `trained` parameters, given by `id`, evaluate.
     """
-    layers = list(_dependent_layers(network))
+    layers = [(name, cell) for name, cell in network.cells_and_names() if _depends_on_mode(cell)]
     holders = [cell for _, cell in network.cells_and_names()
                if any(id(p) in trained for _, p in cell.parameters_and_names(expand=False))]
     is_training = network.training and (not holders or any(cell.training for cell in holders))
@@ -140,33 +168,6 @@ def evaluating(network: nn.Cell, trained: Container[int] = ()) -> Optional[tuple
     return layers[0]
 
 
-def _dependent_layers(network: nn.Cell) -> Iterator[tuple[str, nn.Cell]]:
-    """Yield the layers whose own code reads `self.training`, with their names.
-
-    Leave out those of MindSpore's that compute the same in both modes: layers whose rate of dropout is 0, such as
-    `nn.MultiheadAttention` by default, and BatchNorm with `use_batch_statistics`.
-    """
-    for name, cell in network.cells_and_names():
-        if _reads_training(type(cell)) and not (type(cell).__module__.startswith("mindspore.") and _is_fixed(cell)):
-            yield name, cell
-
-
-def _is_fixed(layer: nn.Cell) -> bool:
-    """Return whether one of MindSpore's layers computes the same in both modes."""
-    values = vars(layer)
-    return (any(values.get(rate) == 0 for rate in _RATES) or values.get("keep_prob") == 1
-            or values.get("use_batch_statistics") is not None)
-
-
-def _reads_training(kind: type) -> bool:
-    """Return whether a method of the class reads `training`, or a function that the method calls by its name."""
-    # It is only in the code: `training` is a plain attribute, whose reads nothing records. To run the layer in both
-    # modes would need a batch and move state, but the warning has to come before anything is compiled.
-    return any("training" in function.__code__.co_names for method in _own_methods(kind)
-               for function in (method, *filter(isfunction, map(method.__globals__.get, method.__code__.co_names))))
-
-
-def _own_methods(kind: type) -> Iterator[Any]:
-    """Yield the methods that a class does not inherit from Cell."""
-    for base in kind.__mro__[:kind.__mro__.index(nn.Cell)]:
-        yield from filter(isfunction, vars(base).values())
+def _depends_on_mode(layer: nn.Cell) -> bool:
+    """Return whether a layer is Dropout, whose rate is not 0, or BatchNorm."""
+    return getattr(layer, "p", 1) != 0 and any(kind.__name__.startswith(_LAYERS) for kind in type(layer).__mro__)

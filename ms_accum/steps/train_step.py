@@ -20,7 +20,6 @@ from ..core.accumulator import REDUCTIONS, Accumulator, Options
 from ..core.epoch import Epoch, warn_of_no_batch, without_first
 from ..core.optimizers import checked_parameters, next_rates, require_rates, set_rates, warn_if_idle
 from ..core.precision import warn_of_lost_gradients
-from ..core.reach import cells_of, require_same_parameters
 from ..core.stream import Stream
 from ..distributed.parallel_modes import require_plain, require_unsharded
 from ..distributed.ranks import computes_nothing
@@ -42,7 +41,7 @@ from .batch import (
 from .errors import explain, name_columns
 from .pieces import Pieces
 from .shapes import Shapes
-from .train_mode import TrainMode
+from .train_mode import TrainMode, checked_networks, networks_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -89,6 +88,7 @@ class TrainStep(Uncopied):
         batch_axis: Which axis counts the samples.
         counts: Plural noun for the unit of `seen`, e.g. "samples".
         eager: Whether it runs op by op, without graphs.
+        networks: The networks, if they are given; else they are those that the functions name.
 
     Attributes:
         accumulator: The accumulator that it feeds.
@@ -106,6 +106,7 @@ class TrainStep(Uncopied):
         "_graphs_for",
         "_losses",
         "_mode",
+        "_networks",
         "_orders",
         "_pieces",
         "_shapes",
@@ -117,9 +118,9 @@ class TrainStep(Uncopied):
 
     def __init__(self, functions: tuple[Callable, ...], accumulator: Accumulator, pieces: int,
                  graphs_for: Callable[..., Pieces], shapes: Shapes, batch_axis: int = 0, counts: str = "samples",
-                 eager: bool = False) -> None:
+                 eager: bool = False, networks: tuple[nn.Cell, ...] = ()) -> None:
         require_unsharded()
-        require_plain(cells_of(*functions), _INSIDE)
+        require_plain(networks or networks_of(functions), _INSIDE)
         self.accumulator, self.window, self.boundary = accumulator, accumulator.window, accumulator.boundary
         self.boundary.has_own_graphs, self._eager = True, eager
         self.boundary.settings |= {"number of losses": "1", "weights": counts}  # another step may have set them
@@ -131,6 +132,7 @@ class TrainStep(Uncopied):
         self._updated: Optional[bool] = False  # None: a call is under way, or was interrupted
         self._before = 0  # updates before the last call
         self._functions, self._graphs_for, self._shapes, self._counts = functions, graphs_for, shapes, counts
+        self._networks = networks
         self._orders: dict[frozenset, tuple[str, ...]] = {}
         self._mode: Optional[TrainMode] = None
         self._graphs: dict[tuple, Pieces] = {}
@@ -349,12 +351,9 @@ class TrainStep(Uncopied):
             The mean; with several losses, a tuple of their means. Aux is left out. Of `make_grad_cache_step`, it is the
             mean of the batches' losses, weighted by their samples.
 
-        Warns:
-            UserWarning: If a network that is trained was not found, so that its mode is not changed. A layer without
-                trained parameters is not noticed if code reaches it by a text, as `getattr(self, f"drop{i}")` does.
-
         Raises:
-            TypeError, ValueError: As in a call; ValueError if there is no batch, or all weights are 0.
+            TypeError, ValueError: As in a call; ValueError if there is no batch, if all weights are 0, or if a trained
+                network is neither named by a function nor given by `network`.
             RuntimeError: If a parameter was given new memory; if another rank failed, or called something else.
         """
         require_python("evaluate of a train step", COMPILES)
@@ -370,9 +369,7 @@ class TrainStep(Uncopied):
     def _evaluated(self, batches: Iterable) -> np.ndarray:
         """Return the number of batches, and their sums; see `Pieces.evaluated`."""
         sums = np.zeros(1 + 2 * self._losses)
-        # Op by op, a layer may have been replaced since the first call.
-        mode = TrainMode(self._functions, self.window.weights, True) if self._eager else self._watched()
-        with mode.evaluation():
+        with self._watched().evaluation():
             for arguments, named in map(as_arguments, batches):
                 key, batch = self._prepared(arguments, named)
                 try:
@@ -456,8 +453,8 @@ class TrainStep(Uncopied):
     def _watched(self) -> TrainMode:
         """Return the mode of the networks that the functions use."""
         if self._mode is None:
-            self._mode = TrainMode(self._functions, self.window.weights, self._eager)
-            self.boundary.note_used(self._mode.layers, self._mode.parameters)
+            self._mode = TrainMode(self._functions, self.window.weights, self._networks)
+            self.boundary.note_used(self._mode.layers, [])
             if self._counts == "samples":
                 self._mode.warn_of_class_weights()
         return self._mode
@@ -476,8 +473,6 @@ class TrainStep(Uncopied):
         compiled_for = key, mode, evaluates, self.boundary.generation
         if compiled_for not in self._graphs:
             require_unsharded()
-            require_same_parameters(self._functions, self.window.optimizer)
-            watched.require_trained_network()
             if not evaluates:
                 watched.warn_if_evaluating(mode)
             if not (self._eager or self._graphs):
@@ -560,6 +555,7 @@ def make_train_step(
     has_aux: bool = False,
     losses: int = 1,
     eager: bool = False,
+    network: Union[nn.Cell, tuple[nn.Cell, ...], None] = None,
     **options: Unpack[Options],
 ) -> TrainStep:
     """Build a train step that accumulates gradients and updates once per window.
@@ -608,6 +604,9 @@ def make_train_step(
             strings. Each gradient is added to its buffer during the backward pass, and then forgotten, unless a stage
             looks at gradients, ranks sum each microbatch, or the window is a single microbatch: these hold all
             gradients at once.
+        network: The networks that are trained, a Cell or a tuple of Cells, so that `set_train` and `evaluate` work with
+            them. Needed only if `forward_fn` is no Cell and does not name them itself: in a closure, as a global, as a
+            default, or as an attribute of its `self`.
         **options: Options of `Accumulator`, which require an optimizer.
 
     Returns:
@@ -677,7 +676,8 @@ def make_train_step(
     functions = tuple(function for function in (forward_fn, weight_fn) if function is not None)
     if losses > 1:
         return SeveralLossesStep(functions, accumulator, pieces, graphs_for, shapes, losses, batch_axis, counts, eager)
-    return TrainStep(functions, accumulator, pieces, graphs_for, shapes, batch_axis, counts, eager)
+    return TrainStep(functions, accumulator, pieces, graphs_for, shapes, batch_axis, counts, eager,
+                     checked_networks(network))
 
 
 def require_one_weight_source(has_weight: object, weight_fn: object, name: str, losses: object = 1) -> None:
