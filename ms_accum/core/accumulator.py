@@ -219,7 +219,7 @@ class Accumulator(Uncopied):
                                       () if after_update is None else (after_update,))
         name_state(optimizer, window.prefix)
         of_hook = _state_of_hook(after_update, optimizer)
-        self.boundary, self._stream = Boundary(window, settings, max_skips, of_hook), Stream(window)
+        self.boundary, self._stream = Boundary(window, settings, max_skips), Stream(window)
         self.boundary.watch(self, f"{type(optimizer).__name__} of {weights[0].name}")
         self._kept = (*window.run_state, *of_hook, *(p for stage in stages for p in stage.run_state))
         self.weights = window.weights

@@ -36,14 +36,14 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 from warnings import warn
 from weakref import finalize
 
 import mindspore as ms
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 
 from ..distributed.parallel_modes import shards
 from ..tensors import require_trainable
@@ -99,9 +99,6 @@ _TWICE = ("{} microbatches of the open window are trained again, so statistics o
 _STOPPED = ("an error or an interrupt stopped a microbatch, perhaps after its forward pass had moved statistics of "
             "BatchNorm: they are then off by this microbatch, or move twice if it is trained again; load a checkpoint "
             "for exact ones")
-_LOADED_OVER = ("loading {} into another step or accumulator has changed {}, which this one trains, but not its "
-                "moments, counts and open window; save each network in a file of its own, with the step that trains "
-                "it, and load all of them")
 _OTHER_LOOP = ("another loop over epoch has begun, of this step or of one that shares its accumulator, so this one "
                "cannot go on; train on the batches of both in one loop, or by single calls")
 _OTHER_RANKS = ("the checkpoint was saved in the middle of an epoch with another number of ranks or another "
@@ -185,7 +182,6 @@ class Boundary:
         window: The open window on the device.
         settings: Settings that must be equal in a run that resumes in the middle of a window. The driver adds its own.
         max_skips: The number of skips in a row that raise no error; None: any number.
-        of_hook: Parameters of `after_update`.
 
     Attributes:
         memory: Where the memory of all that is used is.
@@ -213,10 +209,9 @@ class Boundary:
         has_own_graphs: Whether a train step compiles all graphs that hold the window, so that they go with the step.
     """
 
-    def __init__(self, window: Window, settings: dict[str, str], max_skips: Optional[int] = None,
-                 of_hook: Sequence[Parameter] = ()) -> None:
+    def __init__(self, window: Window, settings: dict[str, str], max_skips: Optional[int] = None) -> None:
         self.window, self.settings, self.max_skips, self.is_driven = window, settings, max_skips, False
-        self.memory = Memory(window, of_hook)
+        self.memory = Memory(window)
         # Whether the host's countdown is enough: no microbatch can be skipped, no window dropped or closed by a weight.
         self._counts_alone = not (window.may_skip or window.may_drop) and window.length.budget is None
         self._filled_by_hand = self._closed_in_graphs = self.has_own_graphs = False
@@ -234,7 +229,6 @@ class Boundary:
         self.layers: list[nn.Cell] = []
         self._is_doubled = False  # whether the last update was number 1, 2, 4, 8, ...
         self._is_running = False  # whether a microbatch has begun, and has not ended
-        self._loaded_over: Optional[tuple[str, str]] = None  # a checkpoint of another one, and a weight it has changed
         self._warned = self._warned_of_empty = False  # of many skips; of windows of weight 0
         self._empty_before = 0  # such windows of the run that was loaded
         self._dropped = 0  # windows dropped in a row
@@ -307,7 +301,6 @@ class Boundary:
             known = self._missing or 0
         if was_stopped and self.eager and self.trained == trained and self._has_statistics():
             warn(_STOPPED, UserWarning, stacklevel=2)
-        self._warn_of_other_load()
         self._is_running = True
         self._ended = self._place = None
         if in_epoch or not self.has_epochs:
@@ -404,7 +397,6 @@ class Boundary:
                 and may be in its next epoch: a second flush here would join that.
         """
         require_trainable(self.window.weights)
-        self._warn_of_other_load()
         self.require_same_memory()
         self.follow_groups()
         self.forget()
@@ -846,20 +838,6 @@ class Boundary:
             assign_rates_of_groups(self.window.optimizer)  # else a number in a group would differ from a Parameter
             self.given = given_to(self.window.optimizer)
 
-    def note_used(self, layers: list[nn.Cell], parameters: list[Parameter]) -> None:
-        """Note the layers and Parameters that a train step or a cell was found to use."""
-        self.layers += layers
-        self.memory.note_used(layers, parameters)
-
-    def note_other_load(self, path: str, name: str) -> None:
-        """Note that a checkpoint of another accumulator has changed a parameter that this one trains."""
-        self._loaded_over = path, name
-
-    def _warn_of_other_load(self) -> None:
-        if self._loaded_over is not None:
-            found, self._loaded_over = self._loaded_over, None
-            warn(_LOADED_OVER.format(*found), UserWarning, stacklevel=3)
-
     def require_same_memory(self) -> None:
         """Raise RuntimeError if a script has replaced what graphs use; see `Memory.require_same`.
 
@@ -867,7 +845,7 @@ class Boundary:
         """
         if self._filled_by_hand and not self.memory.is_noted:
             self.memory.note()
-        self.memory.require_same(self.eager, self.has_own_graphs)
+        self.memory.require_same(self.eager)
 
     def losses(self) -> tuple:
         """Return the losses of the open window that a `WindowLog` has seen; none if it has missed a microbatch."""
@@ -904,7 +882,7 @@ class Boundary:
         self.recalled, self.since_load = self.logged, 0
         self.reported, self._is_loaded, self.has_place, self._may_be_full = None, True, has_place, True
         self._empty_before, self.samples = int(window.empty_windows), Samples(*samples)
-        self._is_running, self._loaded_over, self._dropped = False, None, 0
+        self._is_running, self._dropped = False, 0
         self.memory.note_load()
         self._ended, self._is_in_epoch = None, False
         # Older files do not say whether there was a loop.

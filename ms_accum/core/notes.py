@@ -41,18 +41,6 @@ def register(number: int, boundary: Boundary) -> None:
     _boundaries[number] = boundary
 
 
-def trained_anywhere() -> set[int]:
-    """Return the `id` of each Parameter that an accumulator trains."""
-    return {id(parameter) for boundary in _boundaries.values() for parameter in boundary.window.weights}
-
-
-def others_than(boundary: Boundary) -> dict[int, Boundary]:
-    """Return who trains each Parameter that this boundary does not train, by `id`."""
-    own = {id(parameter) for parameter in boundary.window.weights}
-    return {id(parameter): other for other in _boundaries.values() for parameter in other.window.weights
-            if id(parameter) not in own}
-
-
 @constexpr
 def note_filled(number: int) -> bool:
     """Note that a window is filled by hand. Raise an error if it must not be; see `Boundary.note_filled`."""

@@ -219,11 +219,6 @@ def assign_rates_of_groups(optimizer: Any) -> None:
             follow_rates(optimizer)
 
 
-def has_scheduler(optimizer: Any) -> bool:
-    """Return whether a scheduler of `mindspore.experimental.optim` sets the rates. It counts its steps itself."""
-    return any("initial_lr" in group for group in getattr(optimizer, "param_groups", ()))
-
-
 def rates_in(optimizer: Any) -> list[Any]:
     """Return the learning rates of an optimizer in the order of its groups: Parameters, numbers or schedules.
 

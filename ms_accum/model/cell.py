@@ -204,7 +204,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         if self._mode is None:
             positional("weight_fn", self._weight_fn, columns)  # raises an error if it does not take them
             self._mode = TrainMode((self.network,), self.accumulator.weights)
-            self._boundary.note_used(self._mode.layers, [*self.network.get_parameters()])
+            self._boundary.layers += self._mode.layers
             if self._boundary.settings["weights"] == "samples":
                 self._mode.warn_of_class_weights()
             if ms.get_context("mode") == ms.PYNATIVE_MODE:

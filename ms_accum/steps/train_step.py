@@ -454,7 +454,7 @@ class TrainStep(Uncopied):
         """Return the mode of the networks that the functions use."""
         if self._mode is None:
             self._mode = TrainMode(self._functions, self.window.weights, self._networks)
-            self.boundary.note_used(self._mode.layers, [])
+            self.boundary.layers += self._mode.layers
             if self._counts == "samples":
                 self._mode.warn_of_class_weights()
         return self._mode
