@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Optional, TypedDict, TypeVar
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, amp, nn, ops
 
-from ..arguments import Uncopied, fix_options, instance_of, number, one_of, spelled
+from ..arguments import Uncopied, fix_options, instance_of, number, one_of
 from ..distributed.buckets import AccumulatedParameters
 from ..distributed.data_parallel import DataParallel
 from ..distributed.exchange import OneDevice
@@ -455,10 +455,6 @@ class Accumulator(Uncopied):
         return {own_name(self.optimizer, p.name): p for p in self.parameters}
 
 
-Accumulator.__init__ = spelled(  # type: ignore[method-assign]
-    Accumulator.__init__, reduction='give reduction="mean" if you do not divide the loss, and the number of samples as '
-    'its weight: accumulator(grads, weight=len(data)); or reduction="sum" if you divide the loss by accumulate_step, '
-    "as a script from MindSpore's tutorial does")
 fix_options(Accumulator, "optimizer", "accumulate_step", "reduction", "learning_rate", *Options.__annotations__)
 
 

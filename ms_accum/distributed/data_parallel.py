@@ -8,7 +8,7 @@ from warnings import warn
 
 import mindspore as ms
 
-from ..arguments import boolean, number, one_of, spelled, whole_number
+from ..arguments import boolean, number, one_of, whole_number
 from ..mindspore_api import get_local_rank_size
 from .buckets import MEBIBYTE
 from .exchange import Exchange, OneDevice
@@ -159,10 +159,6 @@ class DataParallel:
         if inside == 1 and self.zero == 2:
             warn("zero=2 divides no buffers if each node has one rank; give zero=1", UserWarning, stacklevel=2)
         return inside
-
-
-DataParallel.__init__ = spelled(DataParallel.__init__, shard="zero=2 divides the buffers, with an optimizer of "
-                                "shard_parameters(network.trainable_params()), whose state it divides, too")
 
 
 def make_alike(accumulated: AccumulatedParameters, broadcast: bool) -> None:

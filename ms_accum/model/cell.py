@@ -10,7 +10,7 @@ import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from ..arguments import Uncopied, fix_options, instance_of, one_of, with_options_of
+from ..arguments import Uncopied, fix_options, instance_of, one_of, require_options
 from ..core.accumulator import REDUCTIONS, Accumulator, Options
 from ..core.optimizers import INSTANCE, cell_prefix, own_name, state_of, warn_if_idle
 from ..core.stream import Stream
@@ -38,7 +38,6 @@ _AGAIN = ("an option in the optimizer's param_groups was changed, so the cell is
           "change, and Dropout begins with its first masks again; make_train_step compiles only the update again")
 
 
-@with_options_of(Accumulator, Options)
 class TrainOneStepCell(Uncopied, nn.Cell):
     """Train with gradient accumulation in a Cell that replaces `mindspore.nn.TrainOneStepCell`, e.g. in a `Model`.
 
@@ -117,6 +116,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
     ) -> None:
         # Without a prefix, the network's parameters keep their names.
         super().__init__(auto_prefix=False)
+        require_options(TrainOneStepCell.__init__, options, Options)
         instance_of("network", network, nn.Cell, "a Cell that returns the loss",
                     "give nn.WithLossCell(network, loss_fn), or a function to make_train_step")
         require_functions(network=network, weight_fn=weight_fn)

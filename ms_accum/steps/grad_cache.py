@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from ..arguments import require_callable, spelled
+from ..arguments import require_callable
 from ..mindspore_api import jit_class
 from ..tensors import FLOATS, after, cast, reshape
 from .batch import Loss, checked_loss, checked_pieces, places_of, positional, select_rows
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .batch import Cut
 
 
-@spelled
 def make_grad_cache_step(
     encode_fn: Callable,
     loss_fn: Callable,

@@ -15,7 +15,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from ..arguments import Uncopied, boolean, instance_of, one_of, require_callable, whole_number, with_options_of
+from ..arguments import Uncopied, boolean, instance_of, one_of, require_callable, require_options, whole_number
 from ..core.accumulator import REDUCTIONS, Accumulator, Options
 from ..core.epoch import Epoch, warn_of_no_batch, without_first
 from ..core.optimizers import checked_parameters, next_rates, require_rates, set_rates, warn_if_idle
@@ -541,7 +541,6 @@ class TrainStep(Uncopied):
         self.boundary.forget_graphs()
 
 
-@with_options_of(Accumulator, Options)
 def make_train_step(
     forward_fn: Callable,
     optimizer: Union[nn.Optimizer, Accumulator],
@@ -607,7 +606,8 @@ def make_train_step(
         network: The networks that are trained, a Cell or a tuple of Cells, so that `set_train` and `evaluate` work with
             them. Needed only if `forward_fn` is no Cell and does not name them itself: in a closure, as a global, as a
             default, or as an attribute of its `self`.
-        **options: Options of `Accumulator`, which require an optimizer.
+        **options: Options of `Accumulator`, which require an optimizer: `clip_norm`, `buffer_dtype`, `on_nonfinite`,
+            `max_skips`, `reducer`, `after_update`, `noise_scale`, `stages` and `loss_scaler`.
 
     Returns:
         A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is a float32 Tensor of shape `()`, or a
@@ -641,6 +641,7 @@ def make_train_step(
         6.0 True [[0. 0.]]
         -0.5 True [[-1. -1.]]
     """
+    require_options(make_train_step, options, Options)
     boolean("has_aux", has_aux, "say whether forward_fn returns (loss, aux)")
     require_one_weight_source(has_weight, weight_fn, "forward_fn", losses)
     losses = whole_number("losses", losses, "it is the number of losses that forward_fn returns")
