@@ -3,23 +3,20 @@ from __future__ import annotations
 
 import ast
 import inspect
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
-from functools import wraps
 from math import inf
 from numbers import Real
 from operator import index
 from textwrap import dedent
-from typing import Any, NoReturn, Optional, ParamSpec, SupportsIndex, TypeVar, overload
+from typing import Any, NoReturn, Optional, SupportsIndex, TypeVar, overload
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn
 
-P = ParamSpec("P")
 T = TypeVar("T")
 LARGEST_INT32 = 2**31 - 1  # counters are int32, and a larger constant would wrap around in a comparison with them
+_ELSEWHERE = {"gradient_accumulation_steps": "accumulate_step", "max_grad_norm": "clip_norm"}  # in other libraries
 
 
 def whole_number(name: str, value: Any, remedy: str = "", *, minimum: int = 1, maximum: Optional[int] = None) -> int:
@@ -80,60 +77,21 @@ def instance_of(name: str, value: object, kinds: Any, expected: str, remedy: str
     return value
 
 
-def spelled(function: Callable[P, T], **hints: str) -> Callable[P, T]:
-    """Raise TypeError for an unknown keyword of `function`, and name the one that was probably meant.
-
-    `hints`: for each removed keyword, what to use instead; for each required keyword, what to give.
-    """
-    parameters = inspect.signature(function).parameters
-    known = tuple(name for name in parameters if name != "self")
-    placed = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-
-    @wraps(function)
-    def checked(*arguments: P.args, **named: P.kwargs) -> T:
-        called = function.__qualname__.removesuffix(".__init__")
-        if len(arguments) > len(placed):
-            raise TypeError(_too_many(called, placed, arguments))
-        for name in (name for name in named if name not in known):
-            close = get_close_matches(name, known, 1)
-            hint = hints.get(name) or (f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}")
-            raise TypeError(f"{called}() got an unexpected argument {name}; {hint}")
-        for name in (name for name in hints if name in known and name not in named):
-            raise TypeError(f"{called}() got no argument {name}; {hints[name]}")
-        return function(*arguments, **named)
-
-    return checked
-
-
-def with_options_of(source: type, options: type) -> Callable[[T], T]:
-    """Return a decorator that lets `**options` of a function or class stand for keyword arguments of `source`.
-
-    Their defaults and descriptions have one place: the signature and the docstring of `source`. The decorated function
-    shows them in `help()`, and raises TypeError for an unknown keyword, as `spelled` does.
+def require_options(function: Any, given: Iterable[str], options: type) -> None:
+    """Raise TypeError for an unknown option, and name the one that was probably meant.
 
     Args:
-        source: A class.
-        options: A TypedDict of the arguments that are taken over; type checkers read it.
+        function: What was called, with a parameter `**options`.
+        given: The names in these options.
+        options: A TypedDict of those that there are.
     """
-    names = options.__annotations__
-    taken = [p.replace(kind=p.KEYWORD_ONLY) for name, p in inspect.signature(source).parameters.items()
-             if name in names]
-    entries = re.findall(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", inspect.getdoc(source) or "", re.MULTILINE)
-    described = "".join(f"        {name}: {text}\n".replace("\n        ", "\n            ") for name, text in entries
-                        if name in names)
-
-    def decorated(function: Any) -> Any:
-        called = vars(function)["__init__"] if isinstance(function, type) else function
-        own = [p for p in inspect.signature(called).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        called.__signature__ = inspect.Signature([*own, *taken])
-        function.__doc__ = re.sub(r"^ {8}\*\*options: .+\n(?: {12}.+\n)*", lambda _: described, function.__doc__,
-                                  flags=re.MULTILINE)
-        if not isinstance(function, type):
-            return spelled(function)
-        function.__init__ = spelled(called)  # type: ignore[misc]
-        return function
-
-    return decorated
+    known = ("accumulate_step", *function.__kwdefaults__, *options.__annotations__)
+    for name in given:
+        if name not in options.__annotations__:
+            close = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, known, 1)
+            hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
+            called = function.__qualname__.removesuffix(".__init__")
+            raise TypeError(f"{called}() got an unexpected argument {name}; {hint}")
 
 
 def fix_options(built: Any, *options: str) -> None:
@@ -180,17 +138,6 @@ def _is_readable(function: Any) -> bool:
     except (OSError, SyntaxError):
         return False
     return isinstance(getattr(statement, "value", None), ast.Lambda)
-
-
-def _too_many(called: str, names: list[str], arguments: tuple) -> str:
-    """Return the message for arguments that have no place. `names`: of the places, perhaps with self."""
-    own = names[0] == "self"
-    names, given = names[own:], arguments[own:]
-    kinds = ", ".join(type(value).__name__ for value in given)
-    has_loss = any(callable(value) and not isinstance(value, nn.Optimizer) for value in given[1:])
-    loss = f", and a loss function inside {names[0]}: nn.WithLossCell(network, loss_fn)" if has_loss else ""
-    return (f"{called}() got {len(given)} arguments by position ({kinds}), expected at most {len(names)} "
-            f"({', '.join(names)}); give options by name{loss}")
 
 
 def _typed(value: object) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import numpy as np
 from mindspore import Tensor, amp, nn
 
-from ..arguments import instance_of, one_of, spelled, whole_number
+from ..arguments import instance_of, one_of, whole_number
 from ..core.accumulator import REDUCTIONS
 from ..core.stages import checked_loss_scaler, require_scale
 from ..steps.batch import (
@@ -105,7 +105,6 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
 
 
-@spelled
 def check_equivalence(
     forward_fn: Callable,
     network: nn.Cell,

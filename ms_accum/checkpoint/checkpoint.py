@@ -20,23 +20,21 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, Union
 from warnings import warn
-from zlib import crc32
 
 import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ..arguments import boolean, instance_of
 from ..core.accumulator import Accumulator
-from ..core.boundary import Boundary, require_whole
+from ..core.boundary import require_whole
 from ..core.facts import CLASS, changes, rate_texts
-from ..core.notes import others_than, trained_anywhere
-from ..core.optimizers import divided_state, has_scheduler, load_options, options_of_groups, own_name, state_of
+from ..core.optimizers import divided_state, load_options, options_of_groups, own_name, state_of
 from ..core.stages import require_scale
 from ..distributed.ranks import differing, gather, require_alike, sent_by, text_by, together
 from ..distributed.tags import LOAD, SAVE
 from ..runtime import synchronize
 from ..steps.train_step import require_python
-from ..tensors import as_array, buffers_of
+from ..tensors import buffers_of
 from .file import (
     RESERVED,
     CheckpointError,
@@ -56,10 +54,6 @@ _OUTSIDE = "; call it between two calls of the train step, or in train_step.on_u
 P = ParamSpec("P")
 T = TypeVar("T")
 _SCALER = "accumulator:loss_scaler."
-_INITIAL = "initial_lr"  # what such a scheduler puts into `param_groups`
-_SCHEDULER = ("a scheduler of mindspore.experimental.optim counts its steps itself, and {} holds that count only as "
-              "extra: save int(scheduler.last_epoch), and what else it counts; build the scheduler before the load, "
-              "and call ops.assign(scheduler.last_epoch, count) after it")
 _OF_RANK = re.compile(r"rank\d+:")  # how the names of other ranks' entries begin
 _UNIT, _TORN, _SCALE, _EMPTY = (f"accumulator:{name}" for name in (
     "weight_unit", "unfinished", "loss_scaler.scale_value", "empty_windows"))
@@ -153,7 +147,6 @@ def _save(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Any, ext
     _require_one_path(path, exchange.ranks)
     path = checked_path(path)
     run = _together(exchange.ranks, lambda: _finished(network, accumulator, extra), OSError)
-    run.warn_of_unsaved()
     with part_of(path) as part:
         contents = run.contents(part, int(accumulator.mini_step), extra)
 
@@ -235,14 +228,12 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     _require_one_path(path, ranks)
     path = path_to_load(path)
     run = _together(ranks, lambda: _State(network, accumulator), CheckpointError)
-    others = others_than(boundary)
     with ExitStack() as opened:
         entries, about = _together(ranks, lambda: read_file(path, opened) if rank == 0 else ({}, {}), CheckpointError)
         if ranks > 1:
             entries, about = _described_by_rank_0(entries, about)
         found, notes = _together(ranks, lambda: run.checked(path, entries, about, keep_rates), CheckpointError)
         own = partial(_own, about, rank if run.exchanged_alike(about) else 0)
-        before = run.of_others(others)
         has_place = run.exchanged_alike(about) and about.get("has_place", True)  # older files do not say it
         with boundary.loading(about["open"], has_place, own("losses"), about.get("loops", False),
                               own("samples")):
@@ -252,16 +243,11 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
                 # is freed before the next one has a value (measured on CPU, where there is nothing to synchronize).
                 synchronize()
                 (Tensor(0) + 1).asnumpy()
-    for name, checksum in run.of_others(others).items():
-        if checksum != before[name]:
-            others[id(run.entries[name])].note_other_load(str(path), name)
     notes += load_options(accumulator.optimizer, run.first_options, *about.get("options", ([], [])))
     if keep_rates:
         boundary.given = {**run.given, **{name: about["given"][name] for name in run.kept(about, entries)}}
     if notes and rank == 0:
         warn(f"{path} was saved by a run that differs from this one: {', '.join(notes)}", UserWarning, stacklevel=3)
-    if rank == 0 and (has_scheduler(accumulator.optimizer) or _INITIAL in about.get("given", {})):
-        warn(_SCHEDULER.format(path), UserWarning, stacklevel=3)
     return own("extra")
 
 
@@ -315,7 +301,6 @@ class _State:
         of_window: The names of entries that are only needed while a window is open.
         of_stages: The names of entries that may be missing if no window is open.
         settings: Settings that must be equal in the run that resumes if a window is open.
-        used: Parameters that the train step or cell was found to use.
         given: What the script gave the optimizer; see `given_to`.
         reached: Of these, the rates that differ now.
         losses: Those of the open window that a `WindowLog` has seen.
@@ -357,7 +342,6 @@ class _State:
         of_stages = {id(p) for stage in window.stages for p in stage.run_state}
         self.of_stages = [f"accumulator:{name}" for name, p in accumulator.state.items() if id(p) in of_stages]
         boundary.note_given()
-        self.used, self.unsaved = boundary.memory.used, boundary.memory.unsaved_state()
         self.given = boundary.given
         self.reached = {name: text for name, text in rate_texts(optimizer).items()
                         if self.given.get(name, {}).get(name, text) != text}
@@ -365,29 +349,9 @@ class _State:
         self.loops, self.has_place = boundary.has_epochs, boundary.has_place
         self.first_options, self.options = boundary.first_options, options_of_groups(optimizer)
 
-    def warn_of_unsaved(self) -> None:
-        """Warn if Parameters are used that neither the file holds nor another accumulator trains."""
-        known = {id(p) for p in self.entries.values()} | trained_anywhere()
-        lost = next((p.name for p in self.used if id(p) not in known), None)
-        if lost is not None:
-            warn(f"{lost} is used in training, but is no Parameter of the network that is saved; if it changes, as "
-                 "BatchNorm's statistics and a teacher's averages do, a resumed run begins with its first value: save "
-                 "one Cell that holds all networks, such as nn.CellList([student, teacher]), built once, before the "
-                 "train step, because it renames their parameters; or each network in a file",
-                 UserWarning, stacklevel=5)
-        place = self.unsaved
-        if place is not None:
-            warn(f"{place} of the optimizer is no Parameter, so the file does not hold it; if an update depends on it, "
-                 "as on moments or a count, a resumed run begins without it: make it a Parameter of the optimizer",
-                 UserWarning, stacklevel=5)
-
     def exchanged_alike(self, about: dict) -> bool:
         """Return whether the checkpoint has the same ranks and exchange, so that it holds each rank's own entries."""
         return about.get("reducer") == self.settings["reducer"]
-
-    def of_others(self, others: dict[int, Boundary]) -> dict[str, int]:
-        """Return checksums of the entries that others train."""
-        return {name: crc32(as_array(p).tobytes()) for name, p in self.entries.items() if id(p) in others}
 
     def take(self, name: str, value: Tensor) -> None:
         """Set an entry to this rank's part of a loaded value, if it is not another rank's."""
@@ -462,7 +426,7 @@ class _State:
         # Older files do not know it, or not the class.
         given: dict[str, dict[str, str]] = {CLASS: self.given.get(CLASS, {}), **about.get("given", self.given)}
         of_script = [name for name in {**given, **self.given}
-                     if given.get(name) != self.given.get(name) and name != _INITIAL]
+                     if given.get(name) != self.given.get(name) and name != "initial_lr"]  # of a scheduler
         # A rate that was lowered in training: "0.1 -> 0.05" alone would not say that the run had reached 0.01.
         reached = {name: {name: f"{given[name].get(name)} ({text} when it was saved)"}
                    for name, text in about.get("reached", {}).items() if name in given}

@@ -10,17 +10,16 @@ import mindspore as ms
 from mindspore import ParameterTuple, Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from ..arguments import Uncopied, fix_options, instance_of, one_of, with_options_of
+from ..arguments import Uncopied, fix_options, instance_of, one_of, require_options
 from ..core.accumulator import REDUCTIONS, Accumulator, Options
 from ..core.optimizers import INSTANCE, cell_prefix, own_name, state_of, warn_if_idle
-from ..core.reach import require_same_parameters
 from ..core.stream import Stream
 from ..distributed.parallel_modes import require_plain
 from ..steps.batch import NETWORK, Loss, checked_axis, columns_of, layout, positional, positions_of, samples_in_graph
 from ..steps.errors import explain, name_columns
 from ..steps.pieces import Pieces
 from ..steps.shapes import Shapes
-from ..steps.train_mode import TrainMode
+from ..steps.train_mode import TrainMode, require_same_parameters
 from ..steps.train_step import (
     averaging,
     fix_unit_of_sums,
@@ -39,7 +38,6 @@ _AGAIN = ("an option in the optimizer's param_groups was changed, so the cell is
           "change, and Dropout begins with its first masks again; make_train_step compiles only the update again")
 
 
-@with_options_of(Accumulator, Options)
 class TrainOneStepCell(Uncopied, nn.Cell):
     """Train with gradient accumulation in a Cell that replaces `mindspore.nn.TrainOneStepCell`, e.g. in a `Model`.
 
@@ -118,13 +116,14 @@ class TrainOneStepCell(Uncopied, nn.Cell):
     ) -> None:
         # Without a prefix, the network's parameters keep their names.
         super().__init__(auto_prefix=False)
+        require_options(TrainOneStepCell.__init__, options, Options)
         instance_of("network", network, nn.Cell, "a Cell that returns the loss",
                     "give nn.WithLossCell(network, loss_fn), or a function to make_train_step")
         require_functions(network=network, weight_fn=weight_fn)
         require_one_weight_source(has_weight, weight_fn, NETWORK)
         require_plain([network], "give it around the cell: AutoParallel(TrainOneStepCell(network, ...))")
         accumulator = averaging(optimizer, accumulate_step, **options)
-        require_same_parameters([network], accumulator.optimizer)
+        require_same_parameters([network], accumulator.weights)
         _name_for_a_cell(accumulator)
         self.network, self.accumulator, self.optimizer = network, accumulator, accumulator.optimizer
         self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
@@ -205,7 +204,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         if self._mode is None:
             positional("weight_fn", self._weight_fn, columns)  # raises an error if it does not take them
             self._mode = TrainMode((self.network,), self.accumulator.weights)
-            self._boundary.note_used(self._mode.layers, self._mode.parameters)
+            self._boundary.layers += self._mode.layers
             if self._boundary.settings["weights"] == "samples":
                 self._mode.warn_of_class_weights()
             if ms.get_context("mode") == ms.PYNATIVE_MODE:
@@ -214,7 +213,6 @@ class TrainOneStepCell(Uncopied, nn.Cell):
                 self._shapes.warn_if_ignored(self._mode.layers, columns)
         flags = tuple([layer.training for layer in self._mode.layers])
         if flags != self._train_flags:
-            self._mode.require_trained_network()
             self._mode.warn_if_evaluating(flags)
             if self._train_flags is not None:
                 self.compile_cache.clear()

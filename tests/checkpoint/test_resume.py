@@ -605,9 +605,9 @@ def test_what_was_replaced_under_an_optimizer_of_ones_own(optimizer, eager):
 class Centred(nn.Cell):
     """A network with buffers: a mean that it updates, one that is no state, one of whole numbers, and a mere Tensor."""
 
-    def __init__(self, changes=True):
+    def __init__(self):
         super().__init__()
-        self.network, self.changes = nn.Dense(2, 1, weight_init="ones"), changes
+        self.network = nn.Dense(2, 1, weight_init="ones")
         self.register_buffer("mean", ms.Tensor([0.5]))
         self.register_buffer("half", ms.Tensor([0.5]), persistent=False)
         self.register_buffer("count", ms.Tensor([3], ms.int32))
@@ -616,7 +616,7 @@ class Centred(nn.Cell):
 
     def construct(self, x):
         y = self.network(x)
-        if self.training and self.changes:
+        if self.training:
             ops.assign(self.mean, self.mean * self.half + ops.stop_gradient(y.mean(0)))
             ops.assign(self.count, self.count + 1)
         return (y * self.mean).mean()
@@ -657,25 +657,6 @@ def test_buffers_of_a_network_are_part_of_a_file():
         load_checkpoint("old.safetensors", *build())
     assert [str(warning.message).partition("differs from this one: ")[2] for warning in caught] == [
         "buffer count starts afresh, buffer mean starts afresh"]
-
-
-@pytest.mark.parametrize("changes", [True, False])
-@pytest.mark.parametrize("driver", ["step", "eager", "cell"])
-def test_a_buffer_that_changes_in_a_graph_is_reported(driver, changes):
-    """Each call begins with its first value there. Controls: op by op, as also in a cell (in graph mode, MindSpore
-    raises an error for it); one that does not change."""
-    network = Centred(changes)
-    if driver == "cell":
-        train_step = TrainOneStepCell(network, nn.SGD(network.trainable_params(), 0.01), 1)
-    else:
-        train_step = make_train_step(network, nn.SGD(network.trainable_params(), 0.01), 1, eager=driver == "eager")
-    with recorded_warnings() as caught:
-        for _ in range(5):
-            train_step(ms.Tensor(BATCH))
-        train_step.flush()
-    is_wrong = network.count.asnumpy().tolist() != [8 if changes else 3]
-    assert is_wrong == (changes and driver == "step")
-    assert [str(warning.message).partition(" (reg")[0] for warning in caught] == is_wrong * ["the buffer Centred.mean"]
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -791,60 +772,6 @@ def test_after_a_load_updated_is_false_if_a_window_is_open(held):
     assert train_step.updated is (held == 0)
 
 
-@pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize(("loads", "stopped_at", "warns"), [
-    ("DG", 2, {"D"}), ("GD", 2, set()), ("DG", 3, set()), ("D", 3, {"G"}), ("own", 2, set()), ("own", 3, set())])
-def test_a_file_that_changes_what_another_step_trains_is_warned_of(loads, stopped_at, warns, eager):
-    """Two networks (a GAN), each file with both, as each step has saved them; stopped between two updates.
-
-    What is loaded last sets the other network back, but not its moments; and a step without its file has none.
-    Controls: the other order; a stop after both; a file for each network.
-    """
-    def built_anew():
-        both = nn.CellList([nn.Dense(2, 1, weight_init="ones"), nn.Dense(2, 1, weight_init="ones")])
-        return both, {name: make_train_step(forward_fn_of(cell), nn.Momentum(cell.trainable_params(), 0.1, 0.9), 1,
-                                            eager=eager) for name, cell in zip("DG", both)}
-
-    both, steps = built_anew()
-    for i, (name, cell) in enumerate(list(zip("DG", both)) * 2):
-        if i <= stopped_at:
-            steps[name](BATCH)
-            save_checkpoint(f"{name}.safetensors", cell if loads == "own" else both, steps[name])
-    both, steps = built_anew()
-    with recorded_warnings() as caught:
-        for name in "DG" if loads == "own" else loads:
-            load_checkpoint(f"{name}.safetensors", both["DG".index(name)] if loads == "own" else both, steps[name])
-    assert not caught
-    for name, step in steps.items():
-        for repeated in range(2):
-            with recorded_warnings() as caught:
-                step(BATCH)
-            assert len(caught) == (name in warns and not repeated)
-            for each in caught:
-                assert re.search(rf"{loads[-1]}\.safetensors into another step or accumulator has changed "
-                                 rf"{'DG'.index(name)}\.(weight|bias), which this one trains", str(each.message))
-
-
-class Signs(nn.Optimizer):
-    """A user's own optimizer, with momentum, as one that was written for PyTorch is taken over."""
-
-    def __init__(self, parameters, keeps):
-        super().__init__(0.1, parameters)
-        self.keeps, self.moments, self.count = keeps, {}, 0
-        if keeps == "Parameters":
-            self.moments = {p.name: ms.Parameter(ops.zeros_like(p), name=f"moment.{p.name}") for p in parameters}
-
-    def construct(self, gradients):
-        self.count += self.keeps == "a count"
-        for parameter, gradient in zip(self.parameters, gradients):
-            if self.keeps == "a dict":
-                self.moments[parameter.name] = self.moments.get(parameter.name, 0) * 0.9 + gradient
-            elif self.keeps == "Parameters":
-                ops.assign(self.moments[parameter.name], self.moments[parameter.name] * 0.9 + gradient)
-            ops.assign_sub(parameter, self.get_lr() * ops.sign(gradient))
-        return True
-
-
 @pytest.mark.parametrize("held", [0, 1])
 def test_a_network_that_was_renamed_after_its_step_was_built_is_loaded(held):
     """As `nn.CellList([student, teacher])` in the call does. Control: names in the file are those of a new process."""
@@ -865,105 +792,6 @@ def test_a_network_that_was_renamed_after_its_step_was_built_is_loaded(held):
     assert int(resumed.accumulator.mini_step) == held
     moved(other, resumed, 4)
     assert other.weight.asnumpy().tolist() == network.weight.asnumpy().tolist()
-
-
-@pytest.mark.parametrize("driver", ["step", "hand"])
-@pytest.mark.parametrize(("keeps", "place"), [
-    ("a dict", "moments[weight]"), ("a count", "count"), ("Parameters", None), ("nothing", None)])
-def test_state_of_a_users_optimizer_that_no_file_holds_is_warned_of(keeps, place, driver):
-    """Controls: state in Parameters, which is saved; no state; before the first update, there is none."""
-    network = nn.Dense(2, 1, weight_init="ones")
-    optimizer, forward_fn = Signs(network.trainable_params(), keeps), forward_fn_of(network)
-    if driver == "hand":
-        trained = Accumulator(optimizer, 2, reduction="mean")
-        grad_fn = ms.value_and_grad(forward_fn, None, trained.weights)
-    else:
-        trained = make_train_step(forward_fn, optimizer, 2, eager=True)
-    for i in range(4):
-        with recorded_warnings() as caught:
-            save_checkpoint("c.safetensors", network, trained)
-        assert [str(each.message).partition(", so the file")[0] for each in caught] == [
-            f"{place} of the optimizer is no Parameter"] * (i > 1 and place is not None)
-        if driver == "hand":
-            trained(grad_fn(ms.Tensor(BATCH))[1])
-        else:
-            trained(BATCH)
-
-
-class Average(nn.Cell):
-    """The mean of a bias over updates."""
-
-    def __init__(self, network):
-        super().__init__()
-        self.network, self.mean = network, ms.Parameter(ms.Tensor([0.0]), name="mean")
-
-    def construct(self):
-        return ops.assign(self.mean, self.mean * 0.5 + self.network.bias * 0.5)
-
-
-@pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("change", [ops.assign, ms.Parameter.set_data])
-def test_state_of_a_hook_that_was_replaced_is_reported(change, eager):
-    """Its graph goes on with the old memory. Controls: `ops.assign`; op by op, both count."""
-    network = nn.Dense(2, 1, weight_init="ones")
-    average = Average(network)
-    train_step = make_train_step(forward_fn_of(network), sgd(0.1)(network), 1, eager=eager, after_update=average)
-    with recorded_warnings() as caught:
-        for update in range(4):
-            if update == 2:
-                change(average.mean, ms.Tensor([8.0]))
-            train_step(BATCH)
-        train_step.flush()
-    is_stale = not eager and change is not ops.assign
-    assert (average.mean.asnumpy()[0] > 1) != is_stale or average.mean.asnumpy()[0] == 8
-    assert [str(warning.message).partition(" (by")[0] for warning in caught] == is_stale * [
-        "mean was given new memory after the training had begun"]
-
-
-class Target(nn.Cell):
-    """A network and a target network, whose values the script replaces."""
-
-    def __init__(self):
-        super().__init__()
-        self.network = nn.Dense(2, 1, weight_init="ones")
-        self.target = nn.Dense(2, 1, weight_init="ones", has_bias=False)
-        self.target.weight.requires_grad = False
-        self.update_parameters_name("both.")
-
-    def construct(self, x):
-        return (self.network(x) * self.target(x)).mean()
-
-
-@pytest.mark.parametrize("by", ["load_weights", "assign", "load_param_into_net", "set_data"])
-@pytest.mark.parametrize("eager", [False, True])
-def test_a_target_network_that_was_replaced_is_reported(eager, by):
-    """A compiled step goes on with the old values. Controls: what writes into the memory counts, without a warning; op
-    by op, both do."""
-    both = Target()
-    train_step = make_train_step(both, nn.SGD(both.network.trainable_params(), 0.1), 1, eager=eager)
-
-    def gradient():
-        before = both.network.bias.asnumpy()[0]
-        train_step(BATCH)
-        return round(float(before - both.network.bias.asnumpy()[0]) / 0.1, 4)  # the mean of target(x)
-
-    assert gradient() == 2
-    new = {"both.target.weight": ms.Parameter(ms.Tensor([[2.0, 3.0]]), name="both.target.weight")}
-    if by == "load_weights":
-        load_weights(new, both.target)
-    elif by == "load_param_into_net":
-        ms.load_param_into_net(both.target, new)
-    elif by == "set_data":
-        both.target.weight.set_data(ms.Tensor([[2.0, 3.0]]))
-    else:
-        ops.assign(both.target.weight, ms.Tensor([[2.0, 3.0]]))
-    is_stale = not eager and by in ("load_param_into_net", "set_data")
-    with recorded_warnings() as caught:
-        assert gradient() == (2 if is_stale else 5)
-        for _ in range(2):
-            train_step.flush()
-    assert [str(warning.message).partition(" (by")[0] for warning in caught] == is_stale * [
-        "both.target.weight was given new memory after the training had begun"]
 
 
 @pytest.mark.parametrize("mode", ["pynative", "jit"])
@@ -1163,37 +991,6 @@ def test_a_scheduler_goes_on_as_the_page_says(kind):
         assert (rates(train_step, scheduler, [0.7] * 6) == expected) is is_set
 
 
-def test_a_scheduler_that_counts_its_own_steps_is_named_by_a_load():
-    """Its count, saved and assigned as the warning says, gives the same rates. Controls: without it; no scheduler."""
-    def make():
-        network, train_step = built(adam_w(0.1))
-        return network, train_step, optim.lr_scheduler.LambdaLR(train_step.accumulator.optimizer, lambda n: 1 / (n + 1))
-
-    def rates(train_step, scheduler):
-        found = []
-        for _ in range(3):
-            found.append(train_step.learning_rate)
-            scheduler.step()
-        return found
-
-    network, train_step, scheduler = make()
-    moved(network, train_step)
-    rates(train_step, scheduler)
-    save_checkpoint("c.safetensors", network, train_step, extra=int(scheduler.last_epoch))
-    expected = rates(train_step, scheduler)
-    for is_assigned in (True, False):
-        network, train_step, scheduler = make()
-        with pytest.warns(UserWarning, match=r"^a scheduler of mindspore\.experimental\.optim counts its steps itself"):
-            count = load_checkpoint("c.safetensors", network, train_step)
-        if is_assigned:
-            ops.assign(scheduler.last_epoch, count)
-        assert (rates(train_step, scheduler) == expected) is is_assigned
-    with pytest.warns(UserWarning, match="build the scheduler before the load, and"):
-        load_checkpoint("c.safetensors", *built(adam_w(0.1)))
-    save_checkpoint("c.safetensors", *built(adam_w(0.1)))
-    assert loaded(*built(adam_w(0.1))) == ""
-
-
 def test_weights_that_do_not_fit_are_refused():
     """Nothing is then changed. Controls: more than the network holds; a part of it."""
     network, train_step = built(sgd(0.1))
@@ -1283,49 +1080,3 @@ def test_names_in_a_file_do_not_depend_on_steps_that_were_built_before():
     assert any(name.startswith("**") for name in names)
     assert all(each == files[0] for each in files)
     assert "optimizer:global_step" in files[0]
-
-
-def test_parameters_that_no_file_holds_are_warned_of():
-    """Of a second network, also of a teacher. Control: one Cell that holds both, or one that another step trains."""
-    def made():
-        encoder, head = nn.Dense(2, 3), nn.SequentialCell(nn.BatchNorm1d(3), nn.Dense(3, 1))
-        both = nn.CellList([encoder, head])
-        both.set_train()
-
-        def forward_fn(x):
-            return head(encoder(x)).mean()
-
-        return encoder, head, both, make_train_step(forward_fn, nn.SGD(both.trainable_params(), 0.1), 1, eager=True)
-
-    def said(network):
-        with recorded_warnings() as caught:
-            save_checkpoint("c.safetensors", network, train_step)
-        return [(str(warning.message), warning.filename) for warning in caught]
-
-    encoder, head, both, train_step = made()
-    train_step(BATCH)
-    assert said(both) == []
-    (text, file), = said(encoder)
-    assert text.startswith("1.0.moving_mean is used in training, but is no Parameter of the network that is saved; if")
-    assert file == __file__
-    teacher = nn.Dense(2, 1).set_train(False)
-    teacher.update_parameters_name("teacher.")
-    train_step = make_train_step(lambda x: (head(encoder(x)) - teacher(x)).mean(), nn.SGD(both.trainable_params(), 0.1),
-                                 1, eager=True)
-    train_step(BATCH)
-    assert said(both)[0][0].startswith("teacher.weight is used in training, but is no Parameter of the network that is")
-    make_train_step(lambda x: head(encoder(x)).mean(), train_step.accumulator, eager=True)(BATCH)  # without the teacher
-    assert said(both)[0][0].startswith("teacher.weight is used in training, but is no Parameter of the network that is")
-    other = make_train_step(teacher, nn.SGD(teacher.trainable_params(), 0.1), 1, eager=True)
-    assert said(both) == []
-    assert other.trained == 0
-    bank = ms.Parameter(ms.Tensor(1.0), name="bank", requires_grad=False)
-    train_step = make_train_step(lambda x: (head(encoder(x)) * bank).mean(), nn.SGD(both.trainable_params(), 0.1), 1,
-                                 eager=True)
-    train_step(BATCH)
-    assert said(both)[0][0].startswith("bank is used in training")
-    loss = nn.WithLossCell(nn.SequentialCell(encoder, head), nn.L1Loss())
-    train_step = TrainOneStepCell(loss, nn.SGD(both.trainable_params(), 0.1), 1)
-    train_step(ms.Tensor(BATCH), ms.Tensor(BATCH[:, :1]))
-    assert said(both) == []
-    assert said(encoder)[0][0].startswith("1.0.moving_mean is used in training")

@@ -16,8 +16,6 @@ from support.differential.optimizers import OPTIMIZERS
 from ms_accum import Accumulator, load_checkpoint, save_checkpoint
 from ms_accum.core.facts import describe
 from ms_accum.core.optimizers import divided_state, next_rates, set_rates, state_of
-from ms_accum.core.reach import cells_of, held_by, require_same_parameters
-from ms_accum.selftest.networks import MLP, mean_loss
 
 # Base classes, and wrappers and kernels that CPU has not (MindSpore 2.10). MindSpore 2.7 has no mint.FusedAdamW.
 OUT_OF_REACH = {"nn.Optimizer", "optim.Optimizer", "nn.OptTFTWrapper", "nn.Lamb", "nn.LARS", "mint.AdamW"}
@@ -87,109 +85,6 @@ def test_state_with_the_same_name_is_saved_and_compiled():
     step(ops.ones_like(network.weight), ops.ones(3))
     for parameter, expected in zip(network.trainable_params(), (-0.25, -0.5, -1, -2)):
         np.testing.assert_allclose(parameter.asnumpy(), expected, atol=1e-6)
-
-
-NETWORK = MLP()
-
-
-def in_a_global(x):
-    return NETWORK(x).mean()
-
-
-def in_an_argument(network, x):
-    return network(x).mean()
-
-
-def by_a_method(network):
-    return network.construct
-
-
-class Trainer:
-    """A class of a user's own, whose methods call each other."""
-
-    def __init__(self, network):
-        self.network, self.networks = network, [network]
-
-    def forward_fn(self, x):
-        return self.again(x) if x is None else self.logits(x).mean()
-
-    def again(self, x):
-        return self.forward_fn(x)
-
-    def logits(self, x):
-        return self.network(x)
-
-    def of_a_list(self, x):
-        return self.networks[0](x).mean()
-
-    def closure(self):
-        return lambda x: self.network(x).mean()
-
-    def __call__(self, x):
-        return self.logits(x).mean()
-
-
-class Owner:
-    def __init__(self, network):
-        self.trainer = Trainer(network)
-
-    def forward_fn(self, x):
-        return self.trainer.network(x).mean()
-
-
-network = MLP()  # no method of Trainer means this one
-
-
-def by_an_attribute(network):
-    trainer = Trainer(network)
-    return lambda x: trainer.network(x).mean()
-
-
-def by_a_default(given):
-    def forward_fn(x, network=given):
-        return network(x).mean()
-
-    return forward_fn
-
-
-def in_a_dict(network):
-    networks = {"first": (network,)}
-    return lambda x: networks["first"][0](x).mean()
-
-
-@pytest.mark.parametrize("use", [in_a_dict, lambda network: Trainer(network).of_a_list])
-def test_networks_in_containers_are_found_if_asked_for(use):
-    """An optimizer of another network with equal names is no error: the function may use only some of them."""
-    function = use(NETWORK)
-    assert cells_of(function) == []
-    assert held_by(function)[0] == [NETWORK]
-    require_same_parameters([function], nn.SGD(MLP().trainable_params(), 0.1))
-
-
-@pytest.mark.parametrize("use", [
-    mean_loss, lambda network: in_a_global, lambda network: partial(mean_loss(network), y=None),
-    lambda network: partial(in_an_argument, network), lambda network: partial(in_an_argument, network=network),
-    lambda network: network, by_a_method, lambda network: Trainer(network).forward_fn, by_an_attribute, by_a_default,
-    lambda network: Trainer(network).closure(), Trainer, lambda network: Owner(network).forward_fn],
-    ids=["closure", "global", "partial", "given", "named", "cell", "method", "trainer", "attribute", "default", "self",
-         "object", "owner"])
-def test_an_optimizer_of_another_network_is_refused(use):
-    """Control: one of the same network, and functions that use none."""
-    function = use(NETWORK)
-    assert NETWORK in cells_of(function)
-    require_same_parameters([function], nn.SGD(NETWORK.trainable_params(), 0.1))
-    with pytest.raises(ValueError, match=r"updates a Parameter called first\.weight, but the network has a different"):
-        require_same_parameters([function], nn.SGD(MLP().trainable_params(), 0.1))
-
-
-def test_functions_without_a_network_are_not_looked_into():
-    """Also one whose closure is not filled yet."""
-    def unfilled(x):
-        return later(x)
-
-    assert [cells_of(function) for function in (unfilled, len, int, Plain())] == [[]] * 4
-    later = NETWORK
-    assert cells_of(unfilled) == [later]
 
 
 class Plain:

@@ -36,8 +36,8 @@ def test_zero_trains_as_without_it(left_by, launch, case):
 
 
 @pytest.mark.slow
-def test_a_users_optimizer_is_tried_without_a_trace_and_saved_as_a_whole(left_by):
-    """Its state is found by place, and its plain numbers are restored after the trial. What is not found is refused."""
+def test_a_users_optimizer_is_saved_as_a_whole(left_by):
+    """Its state is found by place. What is not found is refused."""
     for left in left_by("zero_own", "others"):
         said = left.pop("hidden")
         assert re.match(r"ValueError: rank 1 and rank 0 differ in optimizer:first0, optimizer:other0.*; ms_accum finds "
@@ -92,18 +92,14 @@ def test_a_closed_window_goes_on_with_and_without_zero(left_by, launch, case):
             assert off <= (ROUNDING if together else 0), (name, off)
 
 
-WHOLE_LOOKING = "ValueError: {} looks at whole parameters, .*; give an elementwise optimizer"
+MAY_LOOK = "ValueError: {} may look at whole parameters, .*; give an elementwise optimizer .* or elementwise=True"
 REFUSALS = {
     "whole": r"ValueError: zero=1 with an optimizer of whole parameters; build it from shard_parameters\(",
     "no zero": r"ValueError: the optimizer updates this rank's slices, which zero=0 does not gather; give DataParallel",
     "no reducer": r"ValueError: the optimizer updates this rank's slices, but there is no reducer to gather them; give",
     "some": r"ValueError: first\.bias is not a slice, but other parameters of the optimizer are slices; give all",
-    "Lamb": WHOLE_LOOKING.format("Lamb"), "AdaFactor": WHOLE_LOOKING.format("AdaFactor"),
-    "LARS": WHOLE_LOOKING.format("LARS"),
-    "centralized": r"ValueError: the optimizer has grad_centralization=True, .*; leave it out, or give zero=0",
-    "own": r"ValueError: Normed updates elements of first\.weight by the gradients of others, .*; give an elementwise",
-    "careful": r"ValueError: Careful updates elements of first\.weight by the gradients of others",
-    "frozen": r"ValueError: Frozen moved nothing in two updates, .*; begin with a learning rate above 0, or give",
+    "Lamb": MAY_LOOK.format("Lamb"), "AdaFactor": MAY_LOOK.format("AdaFactor"), "LARS": MAY_LOOK.format("LARS"),
+    "centralized": MAY_LOOK.format("Adam with grad_centralization=True"), "own": MAY_LOOK.format("Sign"),
     "one in a node": "zero=2 divides no buffers if each node has one rank; give zero=1",
     "stage": r"ValueError: Measuring looks at the gradients of a window, .*; sum over elements by self\.exchange",
     "twice": r"ValueError: first\.weight is already a slice; call shard_parameters only once, with the network's",
@@ -113,9 +109,8 @@ REFUSALS = {
 
 
 def test_what_does_not_fit_is_refused_on_all_ranks(left_by):
-    """An elementwise optimizer of a user is tried, and all of its state restored."""
+    """An elementwise optimizer of a user is accepted if it is declared."""
     for said in left_by("zero_refusals"):
-        assert said.pop("restored")
         assert said.keys() == REFUSALS.keys()
         for name, message in REFUSALS.items():
             assert re.match(message, said[name]), said[name]

@@ -329,15 +329,9 @@ def test_each_option_of_an_accumulator_is_in_the_places_that_the_checklist_names
 
 
 def test_a_train_step_and_a_cell_take_each_option_of_an_accumulator():
-    """Their signatures and `help()` show what `Options` names, as `Accumulator` has it. Control: `reduction`."""
+    """Their docstrings name what `Options` holds. Control: `reduction`."""
     theirs = inspect.signature(Accumulator).parameters
     assert Options.__annotations__.keys() == theirs.keys() - {"optimizer", "accumulate_step", "reduction"}
     for function in (make_train_step, TrainOneStepCell):
-        own = inspect.signature(function).parameters
-        assert {name: own[name].default for name in Options.__annotations__} == {
-            name: theirs[name].default for name in Options.__annotations__}
-        assert "reduction" not in own
-        text = inspect.getdoc(function)
-        assert [name for name in Options.__annotations__ if f"\n    {name}: " not in text] == []
-        assert "**options" not in text
-        assert "Largest global norm (> 0) of the accumulated, normalised gradient." in text
+        named = re.search(r"\*\*options: (.+?)\n\n", inspect.getdoc(function), re.DOTALL)[1]
+        assert [name for name in Options.__annotations__ if f"`{name}`" not in named] == []

@@ -144,10 +144,6 @@ def test_a_forgotten_return_is_named(eager):
 def test_a_loss_function_beside_the_network_is_named(build):
     """As `Model` takes it. Control: in a cell."""
     network, optimizer = NETWORK, sgd()
-    with pytest.raises(TypeError, match=(
-            r"\(\) got 4 arguments by position \(Dense, SGD, CrossEntropyLoss, int\), expected at most 3 \(\w+, "
-            r"optimizer, accumulate_step\); give options by name, and a loss function inside \w+: nn.WithLossCell\(")):
-        build(network, optimizer, LOSS, 4)
     with pytest.raises(TypeError, match=r"^accumulate_step is of type CrossEntropyLoss, expected the number of .*Cell"):
         build(network, optimizer, LOSS)
     with pytest.raises(TypeError, match=r"^optimizer is of type CrossEntropyLoss, expected a MindSpore optimizer"):

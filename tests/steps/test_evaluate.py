@@ -7,8 +7,8 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
-from support.modes import recorded_warnings, running
-from support.training import LOSS, sgd, step_of
+from support.modes import running
+from support.training import LOSS, sgd
 
 from ms_accum import make_grad_cache_step, make_train_step
 from ms_accum.core.optimizers import state_of
@@ -259,27 +259,6 @@ def test_after_an_error_modes_are_those_before_and_the_next_evaluation_is_right(
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_a_network_that_is_not_found_is_warned_of():
-    """Its mode cannot be changed. Control: one that is found."""
-    network = network_with_modes()
-    hidden = {"it": iter([network])}
-    kept = [*hidden["it"]]
-
-    class Opaque:
-        __slots__ = ()
-
-        def __call__(self, x, y):
-            return LOSS(globals()["_kept"](x), y)
-
-    globals()["_kept"] = kept[0]
-    data = [tensors(x, y) for x, y in batches((4, 3))]
-    for step, times in ((make_train_step(Opaque(), sgd(network), 1, eager=True), 1), (step_of(), 0)):
-        with recorded_warnings() as caught:
-            step.evaluate(data)
-        assert sum("was found, so evaluate computes" in str(warning.message) for warning in caught) == times
-
-
-@pytest.mark.usefixtures("uncompiled")
 def test_weights_that_were_replaced_behind_its_back_are_refused():
     """A compiled graph keeps the old ones. Control: before, it is right."""
     network, (data, _) = MLP(), data_of((4,))
@@ -291,28 +270,3 @@ def test_weights_that_were_replaced_behind_its_back_are_refused():
     with pytest.raises(RuntimeError, match="was given new memory"):
         step.evaluate(data)
     assert len(values(network.trainable_params())) == 4
-
-
-class Trainer:
-    """A user's class, which is no Cell, and reaches a layer without weights by a property."""
-
-    def __init__(self, network, dropout):
-        self.network, self._dropout = network, dropout
-
-    @property
-    def dropout(self):
-        return self._dropout
-
-    def loss(self, x, y):
-        return LOSS(self.dropout(self.network(x)), y)
-
-
-@MODE
-def test_a_layer_behind_a_property_computes_in_evaluation_mode(mode):
-    """And is in training mode again. Control: Dropout changes the loss in training mode."""
-    network, dropout = MLP(), nn.Dropout(p=0.5).set_train()
-    trainer, (x, y) = Trainer(network, dropout), tensors(*batches([8])[0])
-    step = make_train_step(trainer.loss, sgd(network), 1, eager=mode == "pynative")
-    assert step.evaluate([(x, y)]) == pytest.approx(float(LOSS(network(x), y)), rel=1e-5)
-    assert dropout.training
-    assert float(trainer.loss(x, y)) != pytest.approx(float(LOSS(network(x), y)), rel=1e-3)

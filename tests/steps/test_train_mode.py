@@ -1,24 +1,19 @@
 """Training mode: a warning of a network in evaluation mode, and graphs of the mode that the network is in."""
-import warnings
-from collections import deque
-from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from types import SimpleNamespace
 from weakref import ref
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, mint, nn
-from support import tiny
+from mindspore import Tensor, mint, nn
 from support.modes import compiled_graphs, recorded_warnings, running
 from support.training import LOSS, sgd
 
 from ms_accum import TrainOneStepCell, check_equivalence, make_grad_cache_step, make_train_step
 from ms_accum.selftest.comparing import values
 from ms_accum.selftest.networks import MLP, mean_loss, tensors
-from ms_accum.steps.train_mode import evaluating
+from ms_accum.steps.train_mode import TrainMode, networks_of
 
 BATCH = tensors(np.random.default_rng(0).normal(size=(6, 6)), np.arange(6) % 3)
 
@@ -31,17 +26,6 @@ class Doubled(nn.Cell):
 
     def factor(self):
         return 2.0 if self.training else 1.0
-
-
-class Asking(nn.Cell):
-    """A layer that a function asks for the mode."""
-
-    def construct(self, x):
-        return factor_of(self) * x
-
-
-def factor_of(cell):
-    return 2.0 if cell.training else 1.0
 
 
 class Scaled(nn.Cell):
@@ -69,10 +53,8 @@ def of_a_cell(network, optimizer):
 
 
 def several(network, optimizer):
-    one = mean_loss(network)
-
     def pair(x, y):
-        return one(x, y), one(x, y)
+        return LOSS(network(x), y), LOSS(network(x), y)
     return make_train_step(pair, optimizer, 1, losses=2)
 
 
@@ -89,9 +71,8 @@ DRIVERS = [step_call, of_a_cell, several, cached, cell_call]
 
 
 @pytest.mark.parametrize(("layer", "name"), [
-    (nn.BatchNorm1d(3), "1 (BatchNorm1d)"), (nn.Dropout(p=0.5), "1 (Dropout)"), (Doubled(), "1 (Doubled)"),
-    (Asking(), "1 (Asking)"),
-    (nn.MultiheadAttention(3, 1, dropout=0.1), "1 (MultiheadAttention)")])
+    (nn.BatchNorm1d(3), "1 (BatchNorm1d)"), (mint.nn.BatchNorm1d(3), "1 (BatchNorm1d)"),
+    (nn.Dropout(p=0.5), "1 (Dropout)")])
 @pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.filterwarnings("error:.*is in evaluation mode")
 def test_evaluation_mode_is_warned_of_before_anything_is_compiled(driver, layer, name):
@@ -110,7 +91,6 @@ def test_evaluation_mode_is_warned_of_before_anything_is_compiled(driver, layer,
 @pytest.mark.parametrize(("layer", "change"), [
     (nn.BatchNorm1d(3), lambda network: network.set_train()),
     (nn.BatchNorm1d(3), lambda network: (network.set_train(), network[1].set_train(False))),  # frozen on purpose
-    (nn.BatchNorm1d(3, use_batch_statistics=False), lambda network: None),
     (nn.Dropout(p=0.0), lambda network: None), (Scaled(), lambda network: None)])
 def test_nothing_is_said_where_the_mode_is_right_or_makes_no_difference(layer, change):
     """A network that is not trained, as a teacher, may be in evaluation mode, too. A second call says nothing."""
@@ -144,23 +124,6 @@ def test_a_network_that_stays_in_evaluation_mode_after_an_evaluation_is_warned_o
     assert said == [0, 0, 1, 0, 0, 0]
 
 
-def test_a_rate_of_dropout_of_0_is_no_layer_that_depends_on_the_mode():
-    layers = [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, mint.nn.Dropout,
-              lambda p: nn.MultiheadAttention(3, 1, dropout=p)]
-    for rate in (0.0, 0.1):
-        found = [evaluating(nn.SequentialCell(layer(p=rate)).set_train(False)) for layer in layers]
-        assert [layer is not None for layer in found] == [rate > 0] * len(layers)
-
-
-@pytest.mark.parametrize("value", [np.zeros(2), Tensor([0.0, 1.0]), False, "zero", None, 0, 1])
-def test_a_layer_of_a_users_own_may_call_anything_p_or_dropout(value):
-    """Control: a rate of 0 in a layer of MindSpore."""
-    layer = Doubled()
-    layer.p = layer.dropout = layer.keep_prob = value
-    assert evaluating(nn.SequentialCell(layer).set_train(False)) is not None
-    assert evaluating(nn.SequentialCell(nn.Dropout(p=0.0)).set_train(False)) is None
-
-
 @pytest.mark.parametrize(("driver", "context"), [
     (cell_call, "jit"), *(pytest.param(*one, marks=pytest.mark.slow) for one in (
         (step_call, "jit"), (cell_call, "graph"), (several, "jit"), (cached, "jit")))])
@@ -176,159 +139,6 @@ def test_a_mode_that_changes_between_calls_counts(mode_named, driver, context):
         expected.append(float((logits ** 2).mean() if driver is cached else LOSS(logits, BATCH[1])))
         loss = step(*BATCH)
         found.append(float(loss[0] if isinstance(loss, tuple) else loss))
-    assert abs(expected[0] - expected[1]) > 1e-2
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-def is_training(cell):
-    return cell.training
-
-
-def indirectly(cell):
-    return is_training(cell)
-
-
-class Hidden(nn.Cell):
-    """A layer whose code hides that it asks for the mode."""
-
-    def construct(self, x):
-        return x * 2 if self.asked() else x
-
-    def asked(self):
-        return indirectly(self)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("asks", ["function", "layer"])
-@pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
-def test_a_mode_counts_wherever_it_is_asked_for(asks):
-    """In the function that is differentiated, or behind two functions. Control: the two modes differ."""
-    network = with_layer(Hidden() if asks == "layer" else nn.ReLU())
-
-    def forward_fn(x, y):
-        loss = LOSS(network(x), y)
-        return loss * 2 if network.training and asks == "function" else loss
-
-    step, found, expected = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.0), 1), [], []
-    for training in (True, False, True):
-        network.set_train(training)
-        expected.append(float(forward_fn(*BATCH)))
-        found.append(float(step(*BATCH)))
-    assert abs(expected[0] - expected[1]) > 1e-2
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-class Trainer:
-    """It reaches its network through a method and a list."""
-
-    def __init__(self, network):
-        self.networks = [network]
-
-    def loss(self, x, y):
-        return LOSS(self.logits(x), y)
-
-    def logits(self, x):
-        return self.networks[0](x)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
-def test_a_mode_counts_behind_a_method_and_a_list():
-    """Losses are those of the mode of each call. Control: the two modes differ."""
-    network = with_layer(Doubled())
-    step, found, expected = make_train_step(Trainer(network).loss, nn.SGD(network.trainable_params(), 0.0), 1), [], []
-    for training in (False, True, False):
-        expected.append(float(LOSS(network.set_train(training)(BATCH[0]), BATCH[1])))
-        found.append(float(step(*BATCH)))
-    assert abs(expected[0] - expected[1]) > 1e-2
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
-@dataclass
-class Context:
-    network: nn.Cell
-
-
-@dataclass(slots=True)
-class Slotted:
-    network: nn.Cell
-
-
-class Behind:
-    def __init__(self, network):
-        self._network = network
-
-    @property
-    def network(self):
-        return self._network
-
-
-class OfAClass:
-    network = None
-
-
-class Wrapper(nn.Cell):
-    """A Cell that holds a network where MindSpore does not find it."""
-
-    def __init__(self, context):
-        super().__init__()
-        self.context = context
-
-    def construct(self, x, y):
-        return LOSS(self.context.network(x), y)
-
-
-def by_context(context, x, y):
-    return LOSS(context.network(x), y)
-
-
-def by_contexts(contexts, x, y):
-    return LOSS(contexts[0].inner.network(x), y)
-
-
-def by_a_class(network):
-    OfAClass.network = network
-    return partial(by_context, OfAClass)
-
-
-def by_a_module(network):
-    tiny.network = network
-    return lambda x, y: LOSS(tiny.network(x), y)
-
-
-def by_its_method(network):
-    call = network.construct
-
-    def forward_fn(x, y):
-        return LOSS(call(x), y)
-
-    return forward_fn
-
-
-HOLDERS = {
-    "dataclass": lambda network: partial(by_context, Context(network)),
-    "object": lambda network: partial(by_context, SimpleNamespace(network=network)),
-    "slots": lambda network: partial(by_context, Slotted(network)),
-    "in a list": lambda network: partial(by_contexts, [SimpleNamespace(inner=Context(network))]),
-    "in a deque": lambda network: partial(by_contexts, deque([SimpleNamespace(inner=Context(network))])),
-    "property": lambda network: partial(by_context, Behind(network)),
-    "method": by_its_method, "class": by_a_class, "module": by_a_module,
-    "cell": lambda network: Wrapper(Context(network))}
-
-
-@pytest.mark.parametrize(("way", "holder"), [
-    pytest.param(*one, marks=[pytest.mark.slow] * (one[0] == "graph" and one[1] != "in a list"))
-    for one in product(("graph", "pynative"), HOLDERS)])
-@pytest.mark.filterwarnings("ignore:.*is in evaluation mode", "error:no network that holds")
-def test_a_mode_counts_wherever_the_network_is_held(holder, way):
-    """Losses are those of the mode of each call. Control: the two modes differ."""
-    network = with_layer(Doubled())
-    with running(way):
-        step, found, expected = make_train_step(
-            HOLDERS[holder](network), nn.SGD(network.trainable_params(), 0.0), 1), [], []
-        for training in (True, False, True):
-            expected.append(float(LOSS(network.set_train(training)(BATCH[0]), BATCH[1])))
-            found.append(float(step(*BATCH)))
     assert abs(expected[0] - expected[1]) > 1e-2
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
@@ -362,27 +172,101 @@ def test_a_mode_counts_in_the_other_functions_of_a_step(way):
     assert weights[0] == pytest.approx(2 * weights[1]) == weights[2]
 
 
-def test_a_network_that_nothing_can_find_is_warned_of_before_anything_is_compiled():
-    """Control: if only the optimizer has more, nothing is said of Parameters that the function names itself."""
-    network, scale = MLP(), Parameter(Tensor(2.0), name="scale")
+NETWORK = MLP()
+
+
+def in_a_global(x):
+    return NETWORK(x).mean()
+
+
+def in_an_argument(network, x):
+    return network(x).mean()
+
+
+class Trainer:
+    def __init__(self, network):
+        self.network = network
+
+    def forward_fn(self, x):
+        return self.network(x).mean()
+
+    def __call__(self, x):
+        return self.network(x).mean()
+
+
+network = MLP()  # no method of Trainer means this one
+
+
+def by_a_default(given):
+    def forward_fn(x, network=given):
+        return network(x).mean()
+
+    return forward_fn
+
+
+@pytest.mark.parametrize("use", [
+    mean_loss, lambda network: in_a_global, lambda network: partial(mean_loss(network), y=None),
+    lambda network: ms.jit(mean_loss(network)), lambda network: partial(in_an_argument, network), by_a_default,
+    lambda network: network, lambda network: network.construct, lambda network: Trainer(network).forward_fn, Trainer],
+    ids=["closure", "global", "partial", "jit", "argument", "default", "cell", "method", "trainer", "object"])
+def test_a_network_that_a_function_names_is_found(use):
+    """An optimizer of another network with the same names is an error."""
+    function, other = use(NETWORK), MLP()
+    assert NETWORK in networks_of([function])
+    TrainMode((function,), NETWORK.trainable_params())
+    with pytest.raises(ValueError, match=r"updates a Parameter called first\.weight, but the network has a different"):
+        TrainMode((function,), other.trainable_params())
+
+
+def test_functions_that_name_no_network():
+    """Also one whose closure is not filled yet."""
+    def unfilled(x):
+        return later(x)
+
+    assert networks_of([unfilled, len, int]) == []
+    later = NETWORK
+    assert networks_of([unfilled]) == [later]
+
+
+def trained_by_a_helper(network):
+    """A function that names no network itself."""
     hidden = ref(network)
+    return lambda x, y: LOSS(hidden()(x), y)
 
-    def forward_fn(x, y):
-        return LOSS(hidden()(x), y) * scale
 
-    step, graphs = make_train_step(forward_fn, sgd(network), 1), compiled_graphs()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match=r"^no network that holds first\.weight was found, .* to forward_fn"):
-            step(*BATCH)
-    assert compiled_graphs() == graphs
+@pytest.mark.usefixtures("uncompiled")
+def test_evaluate_asks_for_a_network_that_the_function_does_not_name():
+    """Training works. Control: with `network=`, also of several Cells, Dropout is off in `evaluate`."""
+    network = with_layer(nn.Dropout(p=0.9)).set_train()
+    options = {"optimizer": sgd(network), "accumulate_step": 1, "eager": True}
+    step = make_train_step(trained_by_a_helper(network), **options)
+    step(*BATCH)
+    with pytest.raises(ValueError, match=r"^no network that holds \S+ was found in what <lambda> names, .* network="):
+        step.evaluate([BATCH])
+    for given in (network, tuple(network)):
+        step = make_train_step(trained_by_a_helper(network), **options, network=given)
+        assert step.evaluate([BATCH]) == step.evaluate([BATCH])
+        assert network[1].training
+    with pytest.raises(TypeError, match=r"^network is of type list, expected a Cell or a tuple of Cells; give the"):
+        make_train_step(trained_by_a_helper(network), **options, network=[network])
 
-    def scaled(x, y):
-        return (x * scale).mean()
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make_train_step(scaled, nn.SGD([scale], 0.1), 1)(*BATCH)
+def by_contexts(contexts, x, y):
+    return LOSS(contexts[0].network(x), y)
+
+
+@pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
+def test_the_mode_of_a_given_network_counts():
+    """Losses are those of the mode of each call. Control: the two modes differ."""
+    network = with_layer(Doubled())
+    step = make_train_step(partial(by_contexts, [SimpleNamespace(network=network)]),
+                           nn.SGD(network.trainable_params(), 0.0), 1, network=network)
+    found, expected = [], []
+    for training in (True, False, True):
+        expected.append(float(LOSS(network.set_train(training)(BATCH[0]), BATCH[1])))
+        found.append(float(step(*BATCH)))
+    assert abs(expected[0] - expected[1]) > 1e-2
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
 def foreign(network):
@@ -405,7 +289,7 @@ def test_an_optimizer_of_another_network_is_an_error_before_anything_is_compiled
     other, optimizer = foreign(network)
     step, graphs = FOREIGN[driver](network, optimizer), compiled_graphs()
     with pytest.raises(ValueError, match=(
-            r"^the optimizer updates 0\.weight and others, expected parameters of a network that \w+ uses \(found: \w+"
+            r"^the optimizer updates 0\.weight and others, expected parameters of a network that \w+ names \(found: \w+"
             r"\): all gradients would be 0; build the optimizer from the parameters of that network")):
         step(*BATCH)
     assert compiled_graphs() == graphs
@@ -427,7 +311,7 @@ def test_a_frozen_network_beside_one_that_nothing_can_find_is_no_error():
     for parameter in student.trainable_params():
         parameter.name = f"student.{parameter.name}"
     step = make_train_step(forward_fn, sgd(student), 2, eager=True)
-    with pytest.raises(ValueError, match=r"is not found, give it to the function by a name"):
+    with pytest.raises(ValueError, match=r"without naming it, give it by network="):
         step(*BATCH)
     for parameter in teacher.get_parameters():
         parameter.requires_grad = False

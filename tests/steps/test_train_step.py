@@ -29,6 +29,7 @@ from ms_accum import (
     save_checkpoint,
     until_weight,
 )
+from ms_accum.core.accumulator import Options
 from ms_accum.core.boundary import Boundary
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
@@ -657,7 +658,7 @@ LISTED = [lambda x, y: 1.0][0]
 SGD = sgd(MLP())
 READY, SUM = (Accumulator(SGD, 2, reduction=reduction) for reduction in ("mean", "sum"))
 CELL = nn.WithLossCell(MLP(), LOSS)
-STEP, CACHED = partial(make_train_step, LOSS), partial(make_grad_cache_step, MLP(), LOSS)
+STEP = partial(make_train_step, LOSS)
 DOOR = partial(TrainOneStepCell, CELL)
 IN_ANY_DOOR = [
     (ValueError, "got an Accumulator and also accumulate_step, which the Accumulator already has", (READY, 2), {}),
@@ -666,21 +667,22 @@ IN_ANY_DOOR = [
     (TypeError, "optimizer is of type int, expected a MindSpore optimizer", (3, 2), {}),
     (ValueError, r"reduction='sum', expected \"mean\": .* N times too large", (SUM,), {}),
     (TypeError, r"unexpected argument clipnorm; did you mean clip_norm\?", (READY,), {"clipnorm": 1.0}),
+    (TypeError, r"unexpected argument max_grad_norm; did you mean clip_norm\?", (SGD, 2), {"max_grad_norm": 1.0}),
+    (TypeError, r"argument gradient_accumulation_steps; did you mean accumulate_step\?", (SGD,),
+     {"gradient_accumulation_steps": 2}),
 ]
 
 
 @pytest.mark.parametrize(("make", "error", "message", "arguments", "options"), [
     *[(make, *row) for make in (STEP, DOOR) for row in IN_ANY_DOOR],
     (STEP, ValueError, r"losses is 0, expected an int >= 1", (READY,), {"losses": 0}),
-    (STEP, TypeError, r"^make_train_step\(\) got an unexpected argument xyz; expected one of forward_fn, optimizer, ac",
+    (STEP, TypeError, r"^make_train_step\(\) got an unexpected argument xyz; expected one of accumulate_step, pieces, ",
      (READY,), {"xyz": 3}),
     (STEP, TypeError, r"unexpected argument piece; did you mean pieces\?$", (READY,), {"piece": 4}),
     *[(STEP, TypeError, r"weight_fn is a lambda whose source.*define it with def", (READY,), {"weight_fn": function})
       for function in (LISTED, eval("lambda: 1"))],
-    (DOOR, TypeError, r"^TrainOneStepCell\(\) got an unexpected argument pieces; expected one of network, optimizer,",
+    (DOOR, TypeError, r"^TrainOneStepCell\(\) got an unexpected argument pieces; expected one of accumulate_step, b",
      (READY,), {"pieces": 2}),
-    (CACHED, TypeError, r"^make_grad_cache_step\(\) got an unexpected argument peices; did you mean pieces\?$",
-     (READY,), {"peices": 2}),
 ])
 def test_bad_arguments_are_refused(make, error, message, arguments, options):
     with pytest.raises(error, match=message):
@@ -846,7 +848,7 @@ def test_an_option_that_is_assigned_later_is_an_error(losses):
         return loss if losses == 1 else (loss, loss)
 
     step = make_train_step(forward_fn, sgd(network), 2, losses=losses)
-    for name in inspect.signature(make_train_step).parameters:
+    for name in {*inspect.signature(make_train_step).parameters, *Options.__annotations__} - {"options"}:
         with pytest.raises(AttributeError, match=name):
             setattr(step, name, 1)
     step.learning_rate = 0.5
@@ -860,7 +862,8 @@ def test_an_option_of_an_accumulator_or_a_cell_is_not_assigned_later(kind, kept)
     built = Accumulator(sgd(network), 2, reduction="mean")
     if kind is TrainOneStepCell:
         built = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), built)
-    for name in {"learning_rate", *inspect.signature(kind).parameters} - kept:
+    named = {"learning_rate", *Options.__annotations__, *inspect.signature(kind).parameters}
+    for name in named - {*kept, "options"}:
         with pytest.raises(AttributeError, match=f"^{name} of {kind.__name__} was assigned, but compiled gr"):
             setattr(built, name, 1)
     built.note = 1

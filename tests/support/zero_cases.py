@@ -4,6 +4,7 @@ The functions are cases of `rank_cases.py`.
 """
 import os
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from unittest.mock import patch
 
 import mindspore as ms
@@ -37,6 +38,7 @@ SMALL = 8e-5  # mebibytes: several buckets
 REDUCERS = {"zero=0": DataParallel(bucket_mib=SMALL), "zero=1": DataParallel(zero=1, bucket_mib=SMALL),
             "microbatch": DataParallel(sync="microbatch", bucket_mib=SMALL),
             "zero=2": DataParallel(zero=2, bucket_mib=SMALL)}
+OWN = {name: replace(reducer, elementwise=True) for name, reducer in REDUCERS.items()}  # for users' optimizers
 PLAIN = {"zero=1": "zero=0", "zero=2": "microbatch"}  # what sums in the same order
 WHOLE = ("nn.AdaFactor",)  # looks at whole parameters
 CE = nn.CrossEntropyLoss()
@@ -118,7 +120,7 @@ def groups_of(parameters, sharding):
 
 
 def trained(rank, zero, network=MLP, loss="mean", groups=False, hook=False, change=False,
-            dataset=None, optimizer=None, finish=True, accumulate_step=2, **options):
+            dataset=None, optimizer=None, finish=True, accumulate_step=2, reducers=REDUCERS, **options):
     """Train with a reducer. Return the network and the train step."""
     sharding = list if zero in PLAIN.values() else sharded
     net = network(seed=rank if not hook else 0)  # rank 0's values replace them
@@ -132,7 +134,7 @@ def trained(rank, zero, network=MLP, loss="mean", groups=False, hook=False, chan
     else:
         made = nn.Momentum(sharding(parameters), 0.05, 0.9)
     function, more = losses_of(net)[loss]
-    step = make_train_step(function, made, accumulate_step, reducer=REDUCERS[zero], after_update=average, **more,
+    step = make_train_step(function, made, accumulate_step, reducer=reducers[zero], after_update=average, **more,
                            **options)
     dataset = data(rank) if dataset is None else dataset
     for i, _ in enumerate(step.epoch(dataset) if finish else (step(*batch) for batch in dataset)):
@@ -294,35 +296,6 @@ class Sign(nn.Optimizer):
         return True
 
 
-class Normed(Sign):
-    """Another one, which looks at the norm of each parameter's gradient."""
-
-    def construct(self, gradients):
-        rate = self.get_lr()
-        for i in range(len(gradients)):
-            ops.assign_sub(self.parameters[i], rate * gradients[i] / (ops.sqrt(ops.square(gradients[i]).sum()) + 1e-6))
-        return True
-
-
-class Careful(Sign):
-    """Another one, which leaves out a gradient whose norm is too large."""
-
-    def construct(self, gradients):
-        squares = 0.0
-        for gradient in gradients:
-            squares = squares + ops.square(gradient).sum()
-        if squares < 1e-4:
-            super().construct(gradients)
-        return squares
-
-
-class Frozen(Sign):
-    """One that moves nothing."""
-
-    def construct(self, gradients):
-        return True
-
-
 class Measuring(Stage):
     """A stage that looks at a window's gradients."""
 
@@ -362,20 +335,15 @@ def zero_refusals(rank):
     def factored(parameters, rate):
         return nn.AdaFactor(parameters, rate, scale_parameter=False, relative_step=False)
 
-    own = Sign(sharded(MLP(seed=0).trainable_params()), 0.1)
-    before = [p.asnumpy().copy() for p in own.get_parameters()]
-    accepted = said_by(Accumulator, own, 2, reduction="sum", reducer=REDUCERS["zero=1"])
-    restored = all((p.asnumpy() == old).all() for p, old in zip(own.get_parameters(), before))
     whole, twice = MLP(seed=0).trainable_params(), sharded(MLP(seed=0).trainable_params())
     return {"whole": said_by(make, sharding=list), "no zero": said_by(make, reducer=DataParallel()),
             "no reducer": said_by(make, reducer=None), "some": said_by(make, sharding=some),
             "Lamb": said_by(make, nn.Lamb), "AdaFactor": said_by(make, factored),
             "LARS": said_by(make, lambda parameters, rate: nn.LARS(nn.Momentum(parameters, rate, 0.9))),
-            "centralized": said_by(make, centralized), "own": said_by(make, Normed),
-            "careful": said_by(make, Careful), "frozen": said_by(make, Frozen), "one in a node": warned_of(rank),
-            "stage": said_by(
-                make, stages=(Measuring(),)), "twice": said_by(sharded, twice), "float": said_by(sharded, [1.0]),
-            "whole gradients": said_by(make(), tuple(sharded(whole))), "accepted": accepted, "restored": restored}
+            "centralized": said_by(make, centralized), "own": said_by(make, Sign), "one in a node": warned_of(rank),
+            "stage": said_by(make, stages=(Measuring(),)), "twice": said_by(sharded, twice),
+            "float": said_by(sharded, [1.0]), "whole gradients": said_by(make(), tuple(sharded(whole))),
+            "accepted": said_by(make, Sign, reducer=OWN["zero=1"])}
 
 
 # --- checkpoints and interrupts ---------------------------------------------------------------------------------------
@@ -461,9 +429,10 @@ def zero_own(rank, folder):
     Op by op.
     """
     found, path = {}, folder / "own.safetensors"
-    options = {"optimizer": lambda parameters, sharding: Warmed(sharding(parameters))}
+    options, bare = ({"optimizer": lambda parameters, sharding, kind=kind: kind(sharding(parameters)), "reducers": OWN}
+                     for kind in (Warmed, Bare))
     whole, _, _ = trained(rank, "zero=0", **options)
-    bare, _, _ = trained(rank, "zero=1", optimizer=lambda parameters, sharding: Bare(sharding(parameters)))
+    bare, _, _ = trained(rank, "zero=1", **bare)
     found["no cell"] = {"off": distance(values_of(bare), values_of(whole)),
                         "moved": distance(values_of(whole), values_of(MLP(seed=0)))}
     for zero in ("zero=1", "zero=2"):
@@ -477,7 +446,7 @@ def zero_own(rank, folder):
             step(*batch)
         found[zero] = {"off": distance(values_of(net), values_of(whole)),
                        "moved": distance(values_of(whole), values_of(MLP(seed=0)))}
-    hides = {"optimizer": lambda parameters, sharding: Hidden(sharding(parameters), 0.1)}
+    hides = {"optimizer": lambda parameters, sharding: Hidden(sharding(parameters), 0.1), "reducers": OWN}
     net, step, _ = trained(rank, "zero=1", **hides, dataset=data(rank)[:2], finish=False)
     return {**found, "hidden": said_by(save_checkpoint, path, net, step)}
 
