@@ -46,7 +46,7 @@ class OneByOne(Portable):
 
 
 class _Multiply(ops.Primitive):
-    """Multiply in place, without the mark of a side effect: with it, MindSpore would copy buffers that are also read."""
+    """Multiply in place, without the mark of a side effect: which makes MindSpore copy buffers that are also read."""
 
     def __init__(self) -> None:
         super().__init__("InplaceMul")

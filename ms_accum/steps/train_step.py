@@ -6,6 +6,7 @@
 """
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -16,7 +17,15 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from ..arguments import Uncopied, boolean, instance_of, one_of, require_callable, whole_number
+from ..arguments import (
+    Uncopied,
+    boolean,
+    instance_of,
+    one_of,
+    require_callable,
+    require_options,
+    whole_number,
+)
 from ..core.accumulator import REDUCTIONS, Options, boundary_of
 from ..core.boundary import Boundary, Status
 from ..core.stream import Stream
@@ -35,9 +44,9 @@ from .batch import (
     starts_of,
 )
 from .forward import Functions, looking_of, training_of
-from .networks import Networks
 from .pieces import in_pieces, looked_at, whole
 from .shapes import Inputs, Shapes
+from .train_mode import TrainMode, checked_networks, networks_of
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -67,7 +76,7 @@ class TrainStep(Uncopied):
     Args:
         boundary: That of its window.
         functions: What is differentiated.
-        networks: What `functions` use.
+        networks: Those that `functions` use, if they are given; else those that they name.
         batch_axis: Which axis counts the samples.
         pieces: Number of pieces that a batch is cut into.
         make_layout: Called as `make_layout(samples, cut, names, inputs)`; returns a `Layout`.
@@ -78,20 +87,23 @@ class TrainStep(Uncopied):
     """
 
     # So that an option that is assigned later is an error: the graphs would not see it.
-    __slots__ = ("__weakref__", "_axis", "_functions", "_look", "_made", "_make", "_networks", "_orders", "_shapes",
-                 "boundary", "optimizer")
+    __slots__ = ("__weakref__", "_axis", "_functions", "_look", "_make", "_mode", "_networks", "_orders", "_shapes",
+                 "_used", "boundary", "optimizer")
 
-    def __init__(self, boundary: Boundary, functions: Functions, networks: Networks, batch_axis: int, pieces: int,
-                 make_layout: Callable[..., Layout], make_look: Callable[..., Callable]) -> None:
+    def __init__(self, boundary: Boundary, functions: Functions, networks: tuple[nn.Cell, ...], batch_axis: int,
+                 pieces: int, make_layout: Callable[..., Layout], make_look: Callable[..., Callable]) -> None:
         self.boundary, self.optimizer = boundary, boundary.window.optimizer
         self._functions, self._networks, self._axis = functions, networks, batch_axis
         self._make, self._look = make_layout, make_look
         # A graph that cuts a batch has to know its number of samples.
         self._shapes = Shapes(functions.forward_fn, functions.name, takes_any=pieces == 1 and not boundary.eager)
         self._orders: dict[tuple[str, ...], tuple[str, ...]] = {}
+        self._mode: Optional[TrainMode] = None
+        self._used = tuple([function for function in functions[:2] if function is not None])
         exchange = boundary.window.exchange
         trained = {id(p) for p in exchange.parameters}
-        exchange.compare(BUILD, {"frozen parameters": [p for i, p in networks.parameters.items() if i not in trained]})
+        exchange.compare(BUILD, {"frozen parameters": [
+            p for cell in networks or networks_of(self._used) for p in cell.get_parameters() if id(p) not in trained]})
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -322,11 +334,12 @@ class TrainStep(Uncopied):
     def _looked_at(self, batches: Iterable) -> np.ndarray:
         """Return the number of batches, and their sums of weight * loss and weights: float64 `(3,)`."""
         sums = np.zeros(3)
-        with self._networks.evaluating(self._functions.name):
+        mode = self._mode_of_layers()
+        with mode.evaluation():
             for batch in batches:
                 arguments, named = as_arguments(batch)
                 arguments, names = self._by_position(arguments, named)
-                key = ("look", names, *_shapes_of(arguments), self._networks.flags)
+                key = ("look", names, *_shapes_of(arguments), mode.flags)
                 look = self.boundary.graphs.get(key) or self._built(key, arguments, names, self._look)
                 sums[0] += 1
                 if look is not None:
@@ -341,7 +354,7 @@ class TrainStep(Uncopied):
 
     def _train(self, batch: tuple, named: Mapping[str, Any]) -> Any:
         batch, names = self._by_position(batch, named)
-        key = ("train", names, *_shapes_of(batch), self._networks.flags)
+        key = ("train", names, *_shapes_of(batch), (self._mode or self._mode_of_layers()).flags)
         known = self.boundary.graphs.get(key)
         began = perf_counter()
         found = known or self._built(key, batch, names, self._make)
@@ -353,6 +366,14 @@ class TrainStep(Uncopied):
         if known is None and not self.boundary.eager:
             self._shapes.note(key, perf_counter() - began)
         return result
+
+    def _mode_of_layers(self) -> TrainMode:
+        """Return the mode of the networks. (Not when the step is built: networks may get their layers later.)"""
+        if self._mode is None:
+            self._mode = TrainMode(self._used, self.boundary.window.exchange.parameters, self._networks)
+            if self._functions.weight_fn is None and not self._functions.has_weight:
+                self._mode.warn_of_class_weights()
+        return self._mode
 
     def _by_position(self, batch: tuple, named: Mapping[str, Any]) -> tuple[tuple, tuple[str, ...]]:
         """Return all values of a batch by position, and the names of the last ones."""
@@ -369,17 +390,16 @@ class TrainStep(Uncopied):
 
     def _built(self, key: tuple, batch: tuple, names: tuple[str, ...], make: Callable) -> Any:
         """Return what `make` makes for batches of a layout; the same for all that are declared as alike."""
-        boundary, window = self.boundary, self.boundary.window
+        boundary = self.boundary
         if boundary.eager and ms.get_context("mode") != ms.PYNATIVE_MODE:
             raise RuntimeError("a train step with eager=True was called in graph mode, expected PyNative mode; call "
                                "mindspore.set_context(mode=mindspore.PYNATIVE_MODE), or leave eager=True out")
         samples, cut = layout(batch, self._axis, boundary.eager)
-        self._networks.require_trained(window.exchange.parameters)
         if make is self._make:
-            self._networks.warn_if_evaluating()
+            self._mode_of_layers().warn_if_evaluating(key[-1])
         inputs: Optional[Inputs] = None
         if not boundary.eager:
-            self._shapes.warn_if_ignored(self._networks.layers, len(batch), names)
+            self._shapes.warn_if_ignored(self._mode_of_layers().layers, len(batch), names)
             inputs = self._shapes.inputs_of(samples, cut, names)
             if inputs is not None:
                 inputs(batch)
@@ -404,7 +424,6 @@ def _next(batches: Iterator) -> Any:
 
 def require_callable_with_step(function: Callable) -> None:
     """Raise TypeError unless a function takes one argument."""
-    import inspect
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a builtin
@@ -428,27 +447,121 @@ def make_train_step(
     loss_reduction: str = "mean",
     has_aux: bool = False,
     eager: bool = False,
-    network: Union[nn.Cell, tuple[nn.Cell, ...]] = (),
+    network: Union[nn.Cell, tuple[nn.Cell, ...], None] = None,
     **options: Unpack[Options],
 ) -> TrainStep:
-    """Build a train step."""
+    """Build a train step that accumulates gradients and updates once per window.
+
+        train_step = make_train_step(forward_fn, optimizer, accumulate_step=4)
+        for loss in train_step.epoch(dataset):  # the mean loss of each microbatch
+            ...                                 # the incomplete last window is applied, too
+
+    Each call of `train_step(data, label)` or `train_step(**batch)` trains on one microbatch. The call that makes the
+    window full also updates. The guide's page "Train steps" explains weights, pieces, errors and interrupts.
+
+    Args:
+        forward_fn: `(*batch) -> loss`: the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape
+            `()`. With `has_aux`, `(*batch) -> (loss, aux)`; see also `has_weight`. A function, a Cell or a
+            `functools.partial`. The arguments of a named batch (a dict, or keyword arguments) are matched to its
+            parameters by name. Unless `eager` is true, it is compiled: Python side effects (`seen.append(...)`) have no
+            effect, and changing an argument in place (`labels.mul_(mask)`) changes the caller's Tensor, for all later
+            epochs.
+        optimizer: An optimizer. The step builds an accumulator for it, with `reduction="mean"`.
+        accumulate_step: Number of microbatches in a window: an int, `{update_step: n}` or `until_weight(budget)`;
+            see `Accumulator`.
+        pieces: Number of pieces that each microbatch is cut into; peak activation memory is that of one. The batch size
+            n is the length of the batch axis of the first Tensor that has axes. Tensors whose batch axis has length n
+            are cut, ceil(n / pieces) samples each; all other arguments are passed whole. An empty batch (n = 0) counts
+            as a microbatch with weight 0, loss 0 and aux None.
+        batch_axis: The axis that counts the samples, e.g. 1 for `(time, batch, features)`. For Tensors with fewer axes,
+            axis 0.
+        weight_fn: `(*piece) -> weight`, a number or a Tensor of shape `()`: the denominator of the mean in
+            `forward_fn`, e.g. the number of unmasked tokens, or `class_weights[label].sum()`. None: the number of
+            samples. Pieces of weight 0 are ignored, even if their loss is 0/0. A weight that is negative, NaN or
+            infinite makes the loss NaN.
+        has_weight: Whether `forward_fn` returns `(loss, weight)`, with `has_aux` `(loss, weight, aux)`, in place of a
+            `weight_fn`: for models that count their own tokens. The weight is not differentiated.
+        loss_reduction: "mean", or "sum" if `forward_fn` returns the *sum* over its samples (or unmasked tokens) and
+            the weight is their number. For weights that change, a sum takes less time and memory. Return it in
+            float32: a sum of float16 losses overflows.
+        has_aux: Whether `forward_fn` returns `(loss, aux)`. With `pieces > 1`, aux is a Tensor or a tuple of Tensors:
+            those of shape `()` are averaged over the pieces by weight, those with one entry per sample are joined.
+            Return `parameter.copy()` of a Parameter: the Parameter itself may have its next value by then.
+        losses: Number of losses that `forward_fn` returns in a tuple, each a mean over a count of its own, e.g. text
+            tokens and images. `weight_fn` returns a tuple of as many weights. The gradient is that of the sum of the
+            losses' means over the window. `epoch` reads a window's batches ahead; single calls need
+            `accumulate_step=1`. The backward pass must be linear: see the guide's page on language models.
+        eager: Whether to run op by op, without graphs, in PyNative mode: for networks that MindSpore cannot compile,
+            and to debug. `forward_fn` may be any Python, a lambda included, and a batch may hold other objects, such as
+            strings. Each gradient is added to its buffer during the backward pass, and then forgotten, unless a stage
+            looks at gradients, ranks sum each microbatch, or the window is a single microbatch: these hold all
+            gradients at once.
+        network: The networks that are trained, a Cell or a tuple of Cells, so that `set_train` and `evaluate` work with
+            them. Needed only if `forward_fn` is no Cell and does not name them itself: in a closure, as a global, as a
+            default, or as an attribute of its `self`.
+        **options: Options of `Accumulator`: `clip_norm`, `buffer_dtype`, `on_nonfinite`, `max_skips`, `reducer`,
+            `stages` and `loss_scaler`.
+
+    Returns:
+        A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is a float32 Tensor of shape `()`, or a
+        tuple of them: the weighted mean over the pieces, never divided by `accumulate_step`.
+
+    Raises:
+        TypeError: If an argument is of the wrong kind, `accumulate_step` is missing, or a function is a lambda inside
+            another expression, which MindSpore cannot compile.
+        ValueError: If an argument is out of range, if `has_weight` is given with a `weight_fn`, or if a parameter is
+            frozen.
+        RuntimeError: When the step is called, if an error or an interrupt left a part of a batch in the open window;
+            `reset()` drops it.
+
+    Source: `jax.lax.scan` over microbatches cuts a batch inside the step; RATEX schedules two graphs on the host;
+    `loss_reduction="sum"` is Megatron's `calculate_per_token_loss`; `eager` is Keras' `run_eagerly`.
+
+    Example:
+        >>> import numpy as np
+        >>> from mindspore import nn
+        >>> from ms_accum import make_train_step
+        >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
+        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
+        >>> def forward_fn(x):
+        ...     return network(x).mean()
+        >>> train_step = make_train_step(forward_fn, optimizer, accumulate_step=2)
+        >>> batches = [np.full((4, 2), value, np.float32) for value in (1, 3, 2)]
+        >>> for loss in train_step.epoch(batches):
+        ...     print(float(loss), train_step.updated, network.weight.asnumpy())
+        2.0 False [[1. 1.]]
+        6.0 True [[0. 0.]]
+        -0.5 True [[-1. -1.]]
+    """
+    require_options(make_train_step, options, Options)
+    require_functions(eager, has_weight, weight_fn, forward_fn=forward_fn)
     boolean("has_aux", has_aux, "say whether forward_fn returns (loss, aux)")
-    boolean("eager", eager, "say whether to run op by op, without graphs")
     one_of("loss_reduction", loss_reduction, REDUCTIONS)
-    require_callable("forward_fn", forward_fn, is_compiled=not eager)
-    if weight_fn is not None:
-        require_callable("weight_fn", weight_fn, is_compiled=not eager)
     functions = Functions(forward_fn, weight_fn, has_weight, has_aux)
-    pieces, batch_axis = checked_pieces(pieces), checked_axis(batch_axis)
+    pieces, batch_axis, networks = checked_pieces(pieces), checked_axis(batch_axis), checked_networks(network)
     boundary = boundary_of(optimizer, accumulate_step, {
         "the kind of step": "make_train_step", "pieces": pieces, "batch_axis": batch_axis,
         "weight_fn": weight_fn is not None, "has_weight": has_weight, "loss_reduction": loss_reduction,
         "has_aux": has_aux, "eager": eager}, is_sum=loss_reduction == "sum", pieces=pieces, eager=eager, **options)
-    return step_of(boundary, functions, network, batch_axis, pieces)
+    return step_of(boundary, functions, networks, batch_axis, pieces)
 
 
-def step_of(boundary: Boundary, functions: Functions, network: Union[nn.Cell, tuple[nn.Cell, ...]], batch_axis: int,
-            pieces: int) -> TrainStep:
+def require_functions(eager: object, has_weight: object, weight_fn: object, **function: object) -> None:
+    """Raise TypeError or ValueError if functions cannot be called, or, unless `eager`, compiled; or both give weights.
+    """
+    name, used = next(iter(function.items()))
+    boolean("eager", eager, "say whether to run op by op, without graphs")
+    boolean("has_weight", has_weight, f"say whether {name} returns (loss, weight)")
+    require_callable(name, used, is_compiled=not eager)
+    if weight_fn is not None:
+        require_callable("weight_fn", weight_fn, is_compiled=not eager)
+    if has_weight and weight_fn is not None:
+        raise ValueError(f"got has_weight=True and a weight_fn, expected one of them; leave weight_fn out if {name} "
+                         "returns (loss, weight)")
+
+
+def step_of(boundary: Boundary, functions: Functions, networks: tuple[nn.Cell, ...], batch_axis: int, pieces: int
+            ) -> TrainStep:
     """Return a train step of these functions."""
     window, compiled = boundary.window, boundary.compiled
     looks = bool(window.weighing or window.measuring) or window.exchange.sums_each
@@ -477,6 +590,4 @@ def step_of(boundary: Boundary, functions: Functions, network: Union[nn.Cell, tu
         return looked_at(looking_of(window, placed(cut, names)), partial(compiled, inputs=inputs), samples, cut, pieces,
                          batch_axis, inputs is not None)
 
-    used = [function for function in (functions.forward_fn, functions.weight_fn) if function is not None]
-    networks = Networks(network if isinstance(network, tuple) else (network,), used)
     return TrainStep(boundary, functions, networks, batch_axis, pieces, make_layout, make_look)
