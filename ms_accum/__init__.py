@@ -2,5 +2,9 @@ from .core.accumulator import Accumulator as Accumulator
 from .core.length import by_epoch as by_epoch
 from .core.length import until_weight as until_weight
 from .core.stages import Stage as Stage
+from .model.callbacks import FlushCallback as FlushCallback
+from .model.callbacks import PerUpdate as PerUpdate
+from .model.cell import TrainOneStepCell as TrainOneStepCell
+from .model.log import WindowLog as WindowLog
 from .steps.train_step import make_train_step as make_train_step
 __version__ = "0.3.0"

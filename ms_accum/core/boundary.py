@@ -62,7 +62,7 @@ _OWNED = ("the train step was called, looped over or loaded inside {}, which own
 _LOADED = ("the loaded file stopped after {0} batches of an epoch; give all batches of that epoch and "
            "skip=train_step.trained to go on there, or skip=0 to begin the epoch again")
 _OPEN = ("a window of {} microbatches is open, expected none where an epoch begins: flush() applies it, reset() drops "
-         "it, skip=train_step.trained goes on with its epoch")
+         "it, skip=train_step.trained (for Model, dataset.skip(cell.status().trained)) goes on with its epoch")
 _MOVED = ("{} was given new memory (by mindspore.load_param_into_net or set_data), which compiled graphs do not see; "
           "copy values with ops.assign or ms_accum.load_weights")
 _LOST = ("a window of {} that holds {} microbatches is lost: it was neither applied, saved nor reset; train with "
@@ -311,7 +311,7 @@ class Boundary:
 
     def enter_epoch(self, skip: int) -> None:
         """Begin the epoch, once so many batches were skipped."""
-        self.place = Place(self.place.epochs, self.added - skip)
+        self.place, self.since = Place(self.place.epochs, self.added - skip), perf_counter()
 
     def end_epoch(self) -> None:
         """Count the epoch. `trained` is 0 from now on."""

@@ -2,40 +2,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
-from warnings import warn
 
 import mindspore as ms
-from mindspore import ParameterTuple, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
 from ..arguments import Uncopied, fix_options, instance_of, one_of, require_options
-from ..core.accumulator import REDUCTIONS, Accumulator, Options
-from ..core.optimizers import INSTANCE, cell_prefix, own_name, state_of, warn_if_idle
-from ..core.stream import Stream
-from ..distributed.parallel_modes import require_plain
-from ..steps.batch import NETWORK, Loss, checked_axis, columns_of, layout, positional, positions_of, samples_in_graph
-from ..steps.errors import explain, name_columns
-from ..steps.pieces import Pieces
-from ..steps.shapes import Shapes
-from ..steps.train_mode import TrainMode, require_same_parameters
-from ..steps.train_step import (
-    averaging,
-    fix_unit_of_sums,
-    require_functions,
-    require_one_weight_source,
-    weights_count,
-)
+from ..core.accumulator import REDUCTIONS, Options, boundary_of
+from ..core.boundary import Status
+from ..core.length import AccumulateStep
+from ..core.optimizers import warn_if_idle
+from ..core.window import END, HELD, IN_ROW
+from ..steps.batch import NETWORK, checked_axis, positional, positions_of, samples_in_graph
+from ..steps.forward import Functions, training_of
+from ..steps.train_mode import require_same_parameters
+from ..steps.train_step import require_functions, step_of
+from ..tensors import unstack
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..core.boundary import Status
-    from ..core.length import AccumulateStep
-
-_AGAIN = ("an option in the optimizer's param_groups was changed, so the cell is compiled again, as after each such "
-          "change, and Dropout begins with its first masks again; make_train_step compiles only the update again")
+Result = Union[Tensor, tuple[Tensor, Tensor, Tensor]]
 
 
 class TrainOneStepCell(Uncopied, nn.Cell):
@@ -44,32 +32,28 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         cell = TrainOneStepCell(nn.WithLossCell(network, loss_fn), optimizer, accumulate_step=4)
         Model(cell).train(epochs, dataset, callbacks=[FlushCallback(), LossMonitor()])
 
-    A window that is open at the end of an epoch continues in the next epoch; give `FlushCallback` to apply it.
+    Each call trains on one microbatch, and updates when the window is full: in graph mode by compiled graphs, in
+    PyNative mode op by op. Give `FlushCallback` to count epochs, and to apply the window that is open at their end.
+    In the graph of another Cell, as in data sink mode, windows are closed on the device, and one device trains.
 
-    Each call trains on one microbatch, and updates when the window is full. Like any Cell, it is compiled in graph mode
-    and runs op by op in PyNative. Its Parameters include all state of the network, the optimizer and the accumulator,
-    so `ModelCheckpoint` also saves an open window.
-
-    Load such a checkpoint before the first microbatch. Later, `Parameter.set_data` does not change the values in a
-    compiled graph with branches or, in PyNative, in an optimizer that has run (MindSpore 2.10): the cell continues with
-    the old values, without an error. This includes `mindspore.load_param_into_net` and
-    `EarlyStopping(restore_best_weights=True)`. `ms_accum.load_checkpoint` and `ops.assign` work at any time.
+    Its Parameters are those of the network and of the optimizer: so much `ModelCheckpoint` saves.
+    `ms_accum.save_checkpoint` also saves the counters and the place in the data. Load with `ms_accum.load_checkpoint`
+    or `ops.assign`: compiled graphs do not see what `mindspore.load_param_into_net` loads after the first call.
 
     Args:
         network: A Cell that returns the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape `()`;
             e.g. an `nn.WithLossCell`.
-        optimizer: An optimizer, or an `Accumulator` with `reduction="mean"`. For an optimizer, such an accumulator is
-            built.
-        accumulate_step: Number of microbatches in a window; see `Accumulator`. Required with an optimizer.
+        optimizer: An optimizer. The cell builds an accumulator for it, with `reduction="mean"`.
+        accumulate_step: Number of microbatches in a window; see `Accumulator`.
         batch_axis: The axis that counts the samples; see `make_train_step`.
         weight_fn: `(*batch) -> weight`: the denominator of the network's mean; see `make_train_step`.
         has_weight: Whether the network returns `(loss, weight)`; see `make_train_step`.
         loss_reduction: "sum" if the network returns a sum; see `make_train_step`.
-        **options: Options of `Accumulator`, which require an optimizer: `clip_norm`, `loss_scaler`, `on_nonfinite`,
-            `max_skips`, `reducer`, `after_update`, `noise_scale`, `stages` and `buffer_dtype`.
+        **options: Options of `Accumulator`: `clip_norm`, `buffer_dtype`, `on_nonfinite`, `max_skips`, `reducer`,
+            `stages` and `loss_scaler`.
 
     Inputs:
-        The microbatch: Tensors, as for `make_train_step`.
+        The microbatch: Tensors, as for `make_train_step`, by position.
 
     Outputs:
         The undivided loss: float32 Tensor of shape `()`. With a loss scaler, `(loss, overflow, scale)`, as from
@@ -77,8 +61,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         dropped (bool, `()`), `scale` is the factor that the loss was multiplied by (float32, `()`).
 
     Attributes:
-        accumulator: The accumulator that collects the gradients.
-        optimizer: The optimizer of the accumulator.
+        network, optimizer: What was given; `boundary`: the host's side of the window, for checkpoints.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -105,8 +88,8 @@ class TrainOneStepCell(Uncopied, nn.Cell):
     def __init__(
         self,
         network: nn.Cell,
-        optimizer: Union[nn.Optimizer, Accumulator],
-        accumulate_step: Optional[AccumulateStep] = None,
+        optimizer: nn.Optimizer,
+        accumulate_step: AccumulateStep,
         *,
         batch_axis: int = 0,
         weight_fn: Optional[Callable] = None,
@@ -119,139 +102,70 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         require_options(TrainOneStepCell.__init__, options, Options)
         instance_of("network", network, nn.Cell, "a Cell that returns the loss",
                     "give nn.WithLossCell(network, loss_fn), or a function to make_train_step")
-        require_functions(network=network, weight_fn=weight_fn)
-        require_one_weight_source(has_weight, weight_fn, NETWORK)
-        require_plain([network], "give it around the cell: AutoParallel(TrainOneStepCell(network, ...))")
-        accumulator = averaging(optimizer, accumulate_step, **options)
-        require_same_parameters([network], accumulator.weights)
-        _name_for_a_cell(accumulator)
-        self.network, self.accumulator, self.optimizer = network, accumulator, accumulator.optimizer
-        self.state = ParameterTuple([*accumulator.parameters, *(p for _, p in state_of(accumulator.optimizer))])
-        self._batch_axis = checked_axis(batch_axis)
+        require_functions(False, has_weight, weight_fn, network=network)
         one_of("loss_reduction", loss_reduction, REDUCTIONS)
-        self.window, self._boundary, self.scaler = accumulator.window, accumulator.boundary, accumulator.loss_scaler
-        self.window.exchange.require_alike({
-            "the kind of step": "TrainOneStepCell", "batch_axis": self._batch_axis, "weight_fn": weight_fn is not None,
-            "has_weight": has_weight, "loss_reduction": loss_reduction})
-        fix_unit_of_sums(self.window, loss_reduction)
-        self._boundary.settings |= {"number of losses": "1", "weights": weights_count(NETWORK, has_weight, weight_fn)}
-        self._weight_fn = weight_fn
-        self._loss = Loss(self.window, network, positional("weight_fn", weight_fn), False, loss_reduction, name=NETWORK,
-                          has_weight=has_weight)
-        self._stream = Stream(self.window)
-        self._shapes = Shapes(network, type(self).__name__)
+        self.network, self.optimizer, self._axis = network, optimizer, checked_axis(batch_axis)
+        self._scaler = options.get("loss_scaler")
+        self.boundary = boundary_of(optimizer, accumulate_step, {
+            "the kind of step": "TrainOneStepCell", "batch_axis": self._axis, "weight_fn": weight_fn is not None,
+            "has_weight": has_weight, "loss_reduction": loss_reduction}, is_sum=loss_reduction == "sum",
+            eager=ms.get_context("mode") == ms.PYNATIVE_MODE, **options)
+        self._window = window = self.boundary.window
+        require_same_parameters([network], window.exchange.parameters)
+        self._functions = Functions(network, positional("weight_fn", weight_fn), has_weight, name=NETWORK)
+        self._step = step_of(self.boundary, self._functions, (network,), self._axis, 1)
+        self._train = training_of(window, self._functions, None, len(window.buffers) == 0)
         self._takes = (type(network).__name__, *positions_of(network))
-        self._nothing = Pieces(accumulator.boundary, self._loss, 0, (), 1)
-        self._context = ms.get_context("mode")
-        self._mode: Optional[TrainMode] = None
-        self._train_flags: Optional[tuple[bool, ...]] = None
-        self._changes: Optional[int] = None  # of options of the optimizer, in the last call; see `Boundary`
+        self._is_inside = False  # the graph of another Cell, which opens and closes windows without the host
 
-    def __call__(self, *batch: Any, **named: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        def entered(given: int) -> bool:
+            require_arguments(*self._takes, given)
+            if window.exchange.ranks > 1:
+                raise ValueError("a TrainOneStepCell is in data sink mode or another Cell's graph, but ranks meet on "
+                                 "the host before they exchange; give dataset_sink_mode=False, or call the cell alone")
+            window.unit = window.unit or 1.0  # what is not known yet is 1 in this graph, and so in all
+            self._is_inside = True
+            return True
+
+        self._enter = constexpr(entered)  # runs when that graph is compiled
+
+    def __call__(self, *batch: Any, **named: Any) -> Result:
         """See the class. RuntimeError if an error left a part of a batch in the open window, or stopped an update."""
         if named:
             raise TypeError(f"got keyword arguments ({', '.join(named)}), expected arguments by position; give them in "
                             "the order of the network's, or use make_train_step")
         require_arguments(*self._takes, len(batch))
-        samples = self._settle_unit(batch)
-        self._settle_mode(len(batch))
-        try:
-            self._settle_driver()
-            if samples == 0:
-                return self._count_nothing(batch)
-            self._boundary.begin(on_device=True)
-            changes, self._changes = self._changes, self._boundary.changes
-            if changes not in (None, self._changes):  # perhaps in a flush or a save
-                self.compile_cache.clear()
-                if not self._boundary.eager:
-                    warn(_AGAIN, UserWarning, stacklevel=2)
-            began = perf_counter()
-            result = super().__call__(*batch)
-            shapes = self._shapes.declared(len(batch)).undeclared(batch)
-            if shapes not in self._shapes.compiled and not self._boundary.eager:
-                self._shapes.note(shapes, perf_counter() - began)
-            self._boundary.end_on_device()
-            return result
-        except Exception as error:
-            name_columns(error, batch, columns_of(self.network, len(batch), ()), self.accumulator.weights)
-            self._explain(error)
-            raise
+        self._follow_mode()
+        if self._scaler is None:
+            return self._step(*batch)
+        scale = self._scaler.scale_value + 0.0  # a copy: the close adjusts it
+        loss = self._step(*batch)
+        dropped = unstack(self._window.counts)[IN_ROW] > 0 if self.boundary.is_closed else Tensor(False)
+        return loss, dropped, scale
 
-    def _count_nothing(self, batch: tuple) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Count an empty batch (a filter may leave one). The host closes the window after it."""
-        accumulator, scaler = self.accumulator, self.accumulator.loss_scaler
-        scale = None if scaler is None else scaler.scale_value + 0.0
-        skipped = 0 if scale is None else int(accumulator.skipped)
-        self._boundary.forget()
-        missing = self._boundary.begin()
-        loss = self._nothing(*batch)
-        self._boundary.end(missing)
-        self._boundary.forget()
-        return loss if scale is None else (loss, Tensor(int(accumulator.skipped) > skipped), scale)
-
-    def compile(self, *batch: Any, **named: Any) -> Any:
-        """Compile the cell for a microbatch, as any Cell."""
-        self._settle_unit(batch)
-        return super().compile(*batch, **named)
+    def construct(self, *batch: Any) -> Result:
+        """Train on a microbatch in the graph of another Cell, which does not run `__call__`."""
+        self._enter(len(batch))
+        scale = self._window.zero
+        if self._scaler is not None:
+            scale = self._scaler.scale_value + 0.0
+        trained = self._train(samples_in_graph(batch, self._axis), batch, END)
+        loss = trained[0]
+        if len(self._window.buffers) == 0:  # it has updated
+            return loss
+        held = unstack(self._window.counts)[HELD] + 0
+        if self._window.is_full():
+            self._window.close()
+        counts = unstack(self._window.counts)  # of the state after the branch, which keeps the branch
+        closed = counts[HELD] < held
+        loss = ops.depend(loss, closed)
+        if self._scaler is None:
+            return loss
+        return loss, ops.logical_and(closed, counts[IN_ROW] > 0), scale
 
     def set_inputs(self, *inputs: Any, **named: Any) -> None:
         """Declare dynamic shapes of a batch, before the first call: set the inputs of the network, also by name."""
         self.network.set_inputs(*inputs, **named)
-        self._shapes = Shapes(self.network, type(self).__name__)
-
-    def _settle_mode(self, columns: int) -> None:
-        """Warn if the network is in evaluation mode, and compile again if the mode has changed."""
-        if self._mode is None:
-            positional("weight_fn", self._weight_fn, columns)  # raises an error if it does not take them
-            self._mode = TrainMode((self.network,), self.accumulator.weights)
-            self._boundary.layers += self._mode.layers
-            if self._boundary.settings["weights"] == "samples":
-                self._mode.warn_of_class_weights()
-            if ms.get_context("mode") == ms.PYNATIVE_MODE:
-                warn_if_idle(self.optimizer)
-            else:
-                self._shapes.warn_if_ignored(self._mode.layers, columns)
-        flags = tuple([layer.training for layer in self._mode.layers])
-        if flags != self._train_flags:
-            self._mode.warn_if_evaluating(flags)
-            if self._train_flags is not None:
-                self.compile_cache.clear()
-            self._train_flags = flags
-
-    def _settle_unit(self, batch: tuple) -> int:
-        """Return the number of samples. That of the first batch becomes the unit of weights, which graphs hold.
-
-        In graph mode, take what the network declares of dynamic shapes.
-        """
-        declared = self._shapes.declared(len(batch))
-        if ms.get_context("mode") == ms.GRAPH_MODE and any(given is not None for given in declared.declared):
-            super().set_inputs(*declared(batch))
-        samples = layout(batch, self._batch_axis)[0]
-        if samples > 0:
-            self.window.fix_unit(float(samples))
-        return samples
-
-    def construct(self, *batch: Any) -> Union[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """See the class."""
-        require_arguments(*self._takes, len(batch))  # another Cell's graph does not run `__call__`
-        window = self.window
-        if self.scaler is None:
-            loss = self._add(batch)
-            return ops.depend(loss, window.close_if(window.is_full()))
-        # `+ 0` copies: the Parameters change before these are read.
-        scale = self.scaler.scale_value + 0.0
-        skipped = window.skipped + 0
-        loss = ops.depend(self._add(batch), (scale, skipped))
-        loss = ops.depend(loss, window.close_if(window.is_full()))
-        return loss, window.skipped > skipped, scale
-
-    def _add(self, batch: tuple) -> Tensor:
-        """Add a microbatch. Return its loss."""
-        # In a graph, no mark in the backward pass: in semi-auto parallel mode, MindSpore's compiler crashes on it.
-        begins = self._loss.stream is not None
-        found = self._loss.gradients_of(samples_in_graph(batch, self._batch_axis), batch, begins)
-        self.window.add(found["gradients"], found["weight"], found["factor"], ends=1, begun=begins)
-        return found["loss"]
 
     def set_grad(self, requires_grad: bool = True) -> nn.Cell:
         """Raise ValueError: a `Model` with `optimizer=` would differentiate the cell and update again each time."""
@@ -261,49 +175,46 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         return super().set_grad(False)
 
     def to_float(self, dst_type: ms.Type) -> NoReturn:
-        """Raise ValueError: it would also cast the optimizer and the buffers. Use mixed precision on the network."""
+        """Raise ValueError: it would also cast the optimizer. Use mixed precision on the network."""
         raise ValueError("a TrainOneStepCell of ms_accum was given to auto_mixed_precision or to_float, or to a Model "
                          f"with amp_level, expected its network: the optimizer would compute in {dst_type}, too; "
                          'call network = auto_mixed_precision(network, "O2") before you build the cell')
 
     def status(self) -> Status:
-        """Return the accumulator's counters (see `Accumulator`) in one read, which waits for the device."""
-        return self.accumulator.status()
+        """Return the counters in one read, which waits for the device."""
+        return self.boundary.status()
+
+    @property
+    def update_step(self) -> int:
+        """Return the number of updates. It waits for the device where windows may be dropped, or after an error."""
+        return self._step.update_step
 
     def flush(self) -> bool:
-        """Apply the incomplete window if one is open. Return whether a window was closed (applied or dropped)."""
-        try:
-            self._settle_driver()
-            return self._boundary.flush()[0]
-        except Exception as error:
-            self._explain(error)
-            raise
+        """Apply the incomplete window if one is open. Return whether there was one."""
+        self._follow_mode()
+        return self.boundary.flush()
 
-    def _settle_driver(self) -> None:
-        """Run op by op in PyNative mode, where gradients stream into their buffers, and by graphs in graph mode."""
-        context = ms.get_context("mode")
-        if context != self._context:
-            self._context = context
-            self._loss.differentiate()
-        eager = context == ms.PYNATIVE_MODE
-        self._boundary.run_as(eager)
-        self._loss.stream = self._stream if eager else None
+    def reset(self) -> None:
+        """Drop the open window, and a row of dropped windows; see `TrainStep.reset`."""
+        self.boundary.reset()
 
-    def _explain(self, error: Exception) -> None:
-        """Forget all graphs, and raise an error that names the cause, if it is known; see `explain`."""
-        explain(error, self.optimizer, self._forget_graphs, self.window.exchange)
-
-    def _forget_graphs(self) -> None:
-        self.compile_cache.clear()
-        self._boundary.forget_graphs()
+    def _follow_mode(self) -> None:
+        """Build the step again if the mode of the context has changed, and take over from another Cell's graph."""
+        boundary, eager = self.boundary, ms.get_context("mode") == ms.PYNATIVE_MODE
+        if self._is_inside:
+            boundary.missing = None
+        if eager is not boundary.eager:
+            boundary.eager, boundary.graphs = eager, {}
+            if eager:
+                warn_if_idle(self.optimizer)
+            self._step = step_of(boundary, self._functions, (self.network,), self._axis, 1)
 
 
 fix_options(TrainOneStepCell, "accumulate_step", "batch_axis", "weight_fn", "has_weight", "loss_reduction",
             "learning_rate", *Options.__annotations__)
 
 
-@constexpr
-def require_arguments(network: str, names: str, least: int, most: int, given: int) -> bool:
+def require_arguments(network: str, names: str, least: int, most: int, given: int) -> None:
     """Raise TypeError if the network does not take the microbatch, before MindSpore raises an error."""
     if not least <= given <= most:
         remedy = ("leave loss_fn out of Model(TrainOneStepCell(...), loss_fn), which gives the cell the data alone"
@@ -312,19 +223,3 @@ def require_arguments(network: str, names: str, least: int, most: int, given: in
         limit = f"at least {least}" if given < least else f"at most {most}"
         raise TypeError(f"the network {network} does not take the microbatch: it got {given} argument"
                         f"{'s' * (given != 1)}, expected {most if least == most else limit} ({names}); {remedy}")
-    return True
-
-
-def _name_for_a_cell(accumulator: Accumulator) -> None:
-    """Name all state after the network, so that names do not depend on what else the process has built.
-
-    So MindSpore's checkpoints can be loaded in the next process, and two cells whose networks have different names can
-    be in one graph. State of the optimizer whose name ends in a parameter's name is unique already.
-    """
-    optimizer = accumulator.optimizer
-    names, prefix = tuple(parameter.name for parameter in accumulator.weights), cell_prefix(optimizer)
-    for parameter in accumulator.parameters:
-        parameter.name = INSTANCE.sub(prefix, parameter.name)
-    for _, parameter in state_of(optimizer):
-        name = own_name(optimizer, parameter.name)
-        parameter.name = name if name.endswith(names) else prefix + name
