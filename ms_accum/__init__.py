@@ -2,6 +2,9 @@ from .core.accumulator import Accumulator as Accumulator
 from .core.length import by_epoch as by_epoch
 from .core.length import until_weight as until_weight
 from .core.stages import Stage as Stage
+from .distributed.data_parallel import DataParallel as DataParallel
+from .distributed.data_parallel import shard_parameters as shard_parameters
+from .distributed.meeting import RanksDiffer as RanksDiffer
 from .model.callbacks import FlushCallback as FlushCallback
 from .model.callbacks import PerUpdate as PerUpdate
 from .model.cell import TrainOneStepCell as TrainOneStepCell

@@ -8,8 +8,8 @@ import mindspore as ms
 from mindspore import ParameterTuple, Tensor, amp, nn
 
 from ..arguments import Uncopied, number, one_of
-from ..distributed.data_parallel import DataParallel
-from ..distributed.exchange import OneDevice, whole_of
+from ..distributed.data_parallel import DataParallel, exchange_of
+from ..distributed.exchange import whole_of
 from ..mindspore_api import jit_class
 from ..tensors import Gradients, Scalar, as_weight, checked_gradients, require_condition, unstack
 from .boundary import Boundary, Status
@@ -66,7 +66,7 @@ def boundary_of(
     # A window of one microbatch in one piece needs no buffers, unless something looks at pieces or may drop it.
     has_buffers = needs_buffers or not length.is_one or pieces > 1 or bool(checked)
     rates = Rates(optimizer)
-    exchange = OneDevice(whole) if reducer is None else reducer.bind(parameters, dtypes if has_buffers else (), {
+    exchange = exchange_of(reducer, optimizer, parameters, dtypes if has_buffers else (), {
         "the optimizer": type(optimizer).__name__, "learning rates and options of the optimizer": rates.described(),
         "accumulate_step": length.description, "clip_norm": clip_norm, "reduction": reduction, "max_skips": max_skips,
         "on_nonfinite": on_nonfinite, "buffer_dtype": list(map(str, dtypes)),

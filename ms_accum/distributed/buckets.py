@@ -1,0 +1,218 @@
+"""Buckets: tensors joined to few large ones, so that few collectives carry many parameters.
+
+    parameter 0:  a0 a1 a2 a3 a4        row 0:  a0 a1 a2 | b0        A bucket has one row for each part that its sum is
+    parameter 1:  b0 b1                 row 1:  a3 a4  0 | b1        divided into: one row if all ranks keep all of it.
+"""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import Parameter, Tensor, ops
+from mindspore.ops import constexpr
+
+from ..mindspore_api import GlobalComm, jit_class
+from ..tensors import Gradients, Numbers, Scalar, as_vector, mapped, scaled, unstack
+
+MEBIBYTE = 2**20
+_split, _slice = ops.split, ops.Slice()
+
+
+@jit_class
+class Sum:
+    """Sum over a group of ranks. With several parts, each rank keeps one of them: ReduceScatter.
+
+    MindSpore 2.10 has no ReduceScatter on CPU: there, each rank keeps its part of an AllReduce.
+    """
+
+    def __init__(self, group: str, place: int = 0, parts: int = 1) -> None:
+        self.place, self.parts, self.all = place, parts, ops.AllReduce(group=group)
+        scatters = parts > 1 and ms.get_context("device_target") != "CPU"
+        self.scatter = ops.ReduceScatter(group=group) if scatters else None
+
+    def __call__(self, flat: Tensor) -> Tensor:
+        """Return the sum, or this rank's part of it."""
+        if self.scatter is not None:
+            return self.scatter(flat)
+        if self.parts == 1:
+            return self.all(flat)
+        length = flat.shape[0] // self.parts
+        return _slice(self.all(flat), (self.place * length,), (length,))
+
+
+@jit_class
+class Gather:
+    """Gather a row of each rank in a group, `(ranks, length)`.
+
+    On CPU, MindSpore 2.10 gathers of all ranks together only: there, it is a sum with zeros in place of other rows.
+    """
+
+    def __init__(self, group: str, place: int, parts: int) -> None:
+        self.place, self.parts = place, parts
+        gathers = ms.get_context("device_target") != "CPU" or group == GlobalComm.WORLD_COMM_GROUP
+        self.run = ops.AllGather(group=group) if gathers else ops.AllReduce(group=group)
+        self.gathers = gathers
+
+    def __call__(self, row: Tensor) -> Tensor:
+        """Return all rows."""
+        if not self.gathers:
+            before, after = self.place * row.shape[0], (self.parts - 1 - self.place) * row.shape[0]
+            row = ops.concat((ops.zeros(before, row.dtype), row, ops.zeros(after, row.dtype)))
+        return self.run(row).reshape(self.parts, -1)
+
+
+@jit_class
+class Buckets:
+    """Exchange tensors of some shapes, one bucket after the other.
+
+    Args:
+        shapes: Their shapes.
+        dtypes: Their dtypes.
+        limit: Largest number of bytes in a bucket.
+        parts: Number of rows.
+        multiple: Sizes are filled up with zeros to a multiple of it.
+    """
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[ms.Type], limit: int, parts: int = 1,
+                 multiple: int = 1) -> None:
+        self.shapes, self.dtypes, self.parts = tuple(shapes), tuple(dtypes), parts
+        self.sizes = tuple(prod(shape) for shape in shapes)
+        self.lengths = tuple(-(-size // multiple) * multiple for size in self.sizes)
+        self.widths = tuple(length // parts for length in self.lengths)
+        self.members = filled(self.sizes, self.dtypes, limit)
+        self.backwards = self.members[::-1]  # the backward pass computes the gradients of the last bucket first
+        places = [i for members in self.members for i in members]
+        self.order = tuple(places.index(i) for i in range(len(places)))
+        self.carries = self.dtypes[self.members[-1][0]] == ms.float32
+
+    def summed(self, add: Sum, gradients: Gradients, factor: Scalar, numbers: Numbers) -> tuple[Gradients, Numbers]:
+        """Return the sums of `factor * gradients` over a group, or this rank's rows of them, flat, and of numbers.
+
+        The numbers travel with the first bucket if it is of float32. Each collective waits for the one before: all
+        ranks have one order. So do the products, or those of all buckets would be in memory together.
+        """
+        token, summed, carried = as_vector(numbers), (), len(numbers) * self.carries
+        sums = token
+        if not carried:
+            token = sums = add.all(token)
+        for members in self.backwards:
+            own, length = taken(gradients, members), widths_of(members, self.widths)
+            rows = mapped(_row, (factor, token, self.dtypes[members[0]], self.parts), own,
+                          taken(self.lengths, members))
+            if carried:
+                rows = (*rows, ops.broadcast_to(sums, (self.parts, carried)))
+            flat = (ops.concat(rows, 1) if len(rows) > 1 else rows[0]).reshape(-1)
+            flat = add(ops.depend(flat, token))
+            # Ascend frees what was sent once a kernel has read the sum. To wait for the sum itself would not free it.
+            token = _slice(flat, (0,), (1,))
+            split = _split(flat, (*length, carried) if carried else length)
+            if carried:
+                sums = split[len(members)]
+            found = split[:len(members)]
+            if self.parts == 1:
+                found = mapped(_shaped, None, found, taken(self.shapes, members))
+            summed, carried = (*found, *summed), 0
+        return taken(summed, self.order), unstack(sums)
+
+    def gathered(self, gather: Gather, rows: Gradients, token: Tensor) -> Gradients:
+        """Return whole tensors, given this rank's rows of them, exchanged after `token`."""
+        found = ()  # type: Gradients
+        for members in self.members:
+            row = ops.depend(joined(taken(rows, members)), token)
+            row = gather(row)
+            token = row
+            found = (*found, *self.wholes(row, members))
+        return taken(found, self.order)
+
+    def wholes(self, rows: Tensor, members: tuple[int, ...]) -> Gradients:
+        """Return the tensors of a bucket, given all rows, `(parts, length)`."""
+        columns = _split(rows, widths_of(members, self.widths), 1)
+        return mapped(_whole, None, columns, taken(self.sizes, members), taken(self.shapes, members))
+
+
+def joined(rows: Gradients) -> Tensor:
+    """Return flat tensors as one."""
+    return ops.concat(rows) if len(rows) > 1 else rows[0]
+
+
+def taken(items: tuple, places: tuple[int, ...]) -> tuple:
+    """Return the items at some places. Not a list comprehension: its graph grows with the square of its length."""
+    return items[places[0]:places[-1] + 1] if in_order(places) else mapped(_item, items, places)
+
+
+@constexpr
+def in_order(places: tuple[int, ...]) -> bool:
+    """Return whether places follow one another."""
+    return places == tuple(range(places[0], places[0] + len(places)))
+
+
+@constexpr
+def widths_of(members: tuple[int, ...], widths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the widths of some tensors."""
+    return tuple(widths[i] for i in members)
+
+
+def filled(sizes: tuple[int, ...], dtypes: tuple[ms.Type, ...], limit: int) -> tuple[tuple[int, ...], ...]:
+    """Return the tensors of each bucket of at most `limit` bytes. Larger ones get their own; float32 comes last."""
+    buckets: list[list[int]] = []
+    for dtype in sorted(set(dtypes), key=lambda dtype: (dtype == ms.float32, str(dtype))):
+        itemsize = np.dtype(ms.dtype_to_nptype(dtype)).itemsize
+        room = 0
+        for i in (i for i, other in enumerate(dtypes) if other == dtype):
+            if not buckets or room < sizes[i] * itemsize or dtypes[buckets[-1][0]] != dtype:
+                buckets.append([])
+                room = limit
+            buckets[-1].append(i)
+            room -= sizes[i] * itemsize
+    return tuple(map(tuple, buckets))
+
+
+# --- for HyperMap -----------------------------------------------------------------------------------------------------
+
+def _item(items: tuple, place: int) -> Any:
+    return items[place]
+
+
+def _row(shared: tuple, gradient: Tensor, length: int) -> Tensor:
+    """Return `factor * gradient` as rows. `shared`: the factor, what to wait for, the dtype, the number of rows."""
+    flat = scaled(shared[0], ops.depend(gradient, shared[1]), shared[2]).reshape(-1)
+    return padded(flat, length).reshape(shared[3], -1)
+
+
+def padded(flat: Tensor, length: int) -> Tensor:
+    """Return a flat tensor, filled up with zeros."""
+    return flat if flat.shape[0] == length else ops.concat((flat, ops.zeros(length - flat.shape[0], flat.dtype)))
+
+
+def _shaped(_: None, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return flat.reshape(shape)
+
+
+def _whole(_: None, column: Tensor, size: int, shape: tuple[int, ...]) -> Tensor:
+    flat = column.reshape(-1)
+    return (flat if flat.shape[0] == size else _slice(flat, (0,), (size,))).reshape(shape)
+
+
+def cut(place: tuple[int, int], whole: Tensor) -> Tensor:
+    """Return one of equal parts of a tensor, flat, filled up with zeros. `place`: which one, and of how many."""
+    part, parts = place[0], place[1]
+    width = -(-whole.size // parts)
+    return _slice(padded(whole.reshape(-1), width * parts), (part * width,), (width,))
+
+
+def assigned(_: None, parameter: Parameter, value: Tensor) -> None:
+    """Assign a value."""
+    ops.assign(parameter, value)
+
+
+def changed(after: Tensor, part: Parameter, before: Tensor) -> Tensor:
+    """Return the change of a slice, computed after `after`."""
+    return part - ops.depend(before, after)
+
+
+def add_change(_: None, whole: Parameter, change: Tensor) -> None:
+    """Add a change to a parameter."""
+    ops.assign_add(whole, change)
