@@ -1,329 +1,259 @@
-"""Programs of ranks, drawn at random, legal or not: `protocols.py FOLDER FIRST COUNT [OPTION]`, started by
-msrun. OPTION: a mode, whose draws are all illegal; or "untagged", the control.
+"""Programs of ranks, drawn at random, legal or not.
 
-Each rank runs its own list of calls: epochs over different numbers of batches, some left early, flushes, saves, loads,
-a second accumulator, an exception, or an early end. A draw ends in one of two ways: no rank raises an error, and all
-hold the parameters of plain training (NumPy, float64); or every rank raises an error.
-
-A rank that has ended tells the others, as msrun does by ending them: so they do not wait for it.
+Each rank runs its own list of calls: epochs over different numbers of batches, some left early, single calls, flushes,
+saves, evaluations, for two train steps. A draw ends in one of two ways: no rank raises an error, and all hold what plain
+MindSpore computes from the batches of all ranks, op by op; or every rank raises an error.
 """
-import json
 import random
-import sys
-from pathlib import Path
-from time import perf_counter
+from itertools import islice
 from typing import NamedTuple
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
-from mindspore.communication import get_group_size, get_rank, init
+from mindspore import Tensor, amp, nn, ops
 
-from ms_accum import DataParallel, load_checkpoint, make_train_step, save_checkpoint, shard_parameters, until_weight
-from ms_accum.distributed.exchange import ManyRanks
-from ms_accum.distributed.tags import WAIT, Tags, announce, forget_disagreement
-from ms_accum.tensors import as_vector
+from ms_accum import DataParallel, RanksDiffer, make_train_step, shard_parameters, until_weight
+from ms_accum.distributed import meeting
+from ms_accum.distributed.exchange import SAVE
 
-RATE, BUDGET, FEATURES = 0.1, 3, 3
-
-
-class Mode(NamedTuple):
-    """How an accumulator is built, and how its windows are made."""
-
-    length: object = 2
-    reducer: DataParallel = DataParallel()
-    losses: int = 1
-    on_nonfinite: str = "apply"
+FEATURES, BUDGET, END = 3, 4, 99
+SMALL = 3e-5  # mebibytes, 31 bytes: several buckets
+KINDS = {"window": {}, "microbatch": {"sync": "microbatch"}, "zero1": {"zero": 1}, "zero2": {"zero": 2}}
+NODES = {"node": {"sync": "node", "ranks_per_node": 2}, "node-zero2": {"sync": "node", "ranks_per_node": 2, "zero": 2}}
+ALONE = {"sync": "node", "ranks_per_node": 1}  # on two ranks
 
 
-MODES = {"window": Mode(), "alone": Mode(length=1), "zero": Mode(reducer=DataParallel(zero=1)),
-         "skip": Mode(on_nonfinite="skip_window"), "budget": Mode(length=until_weight(BUDGET)),
-         "losses": Mode(losses=2), "microbatch": Mode(reducer=DataParallel(sync="microbatch"))}
-# Where ranks sum each microbatch, a graph goes on after a disagreement: the kernels of one rank may then wait for
-# another rank, until msrun ends it. So a disagreement ends the launch.
-ENDS_LAUNCH = ("microbatch",)
+class Draw(NamedTuple):
+    """What is trained: options, the calls of each rank, and whether all make the same."""
+
+    kind: str
+    length: object
+    tokens: bool
+    is_sum: bool
+    clip_norm: object
+    adam: bool
+    bucket_mib: float
+    drops: str  # on_nonfinite, or "scaler"
+    pieces: int
+    compiled: bool
+    programs: list
+    is_legal: bool
+
+    @property
+    def reducer(self):
+        return DataParallel(bucket_mib=self.bucket_mib, **(KINDS | NODES | {"alone": ALONE})[self.kind])
 
 
-# --- programs ---------------------------------------------------------------------------------------------------------
+def drawn(number, ranks, kind=None):
+    """A call is `(name, which step, batches)`; a batch `(samples, seed, whether it holds NaN)`."""
+    rng, compiled = random.Random(number), number % 6 == 5
+    kind = kind or rng.choice([*KINDS, *NODES] if ranks == 4 else [*KINDS, "alone"])
+    length = rng.choice((1, 2, 3, {0: 1, 2: 3}, *["budget"] * (kind in ("window", "zero1"))))
+    drops = rng.choice(("apply", "apply", "skip_microbatch", "skip_window", "scaler"))
 
+    def batches(least):
+        sizes = (2, 3) if compiled else (1, 2, 3, 4)
+        return [(rng.choice(sizes), rng.randrange(10**6), drops != "apply" and rng.random() < 0.15)
+                for _ in range(rng.randint(least, 5))]
 
-def batches_of(rng, nonfinite):
-    """Draw an epoch's batches: samples of each."""
-    return [(rng.randint(1, 2), rng.randrange(10**6), nonfinite and rng.random() < 0.15)
-            for _ in range(rng.choice((0, 1, 2, 3, 4, 5, 6)))]
-
-
-def drawn(number, ranks, mode=None):
-    """Return the mode, the program of each rank, and whether the draw is legal.
-
-    A call is `(name, accumulator, ...)`: ("epoch", which, batches, left after how many or None), ("calls", which,
-    batches), ("twins", batches), ("flush", which), ("save",), ("load",), ("raise",).
-    """
-    rng, is_given = random.Random(number), mode is not None
-    mode = mode or rng.choice(list(MODES))
-    nonfinite, count = MODES[mode].on_nonfinite != "apply", rng.randint(1, 3)
-    programs: list[list[tuple]] = [[] for _ in range(ranks)]
-    has_saved = False
-    for _ in range(count):
-        kind = rng.choice(("epoch", "epoch", "epoch", "calls", "twins", "save", "load"))
-        which = rng.randrange(2)
-        if kind == "save" or (kind == "load" and has_saved):
-            has_saved = True
-            for program in programs:
-                program.append((kind,))
-        elif kind == "twins" and MODES[mode].losses == 1:
-            one = batches_of(rng, False)
-            for program in programs:
-                program.append(("twins", [(size, rng.randrange(10**6), False) for size, _, _ in one]))
-                program += [("flush", 0), ("flush", 1)]
-        elif kind == "calls" and MODES[mode].losses == 1:
-            for program in programs:
-                program += [("calls", which, batches_of(rng, nonfinite)), ("flush", which)]
-        else:
-            for program in programs:
-                batches = batches_of(rng, nonfinite)
-                left = rng.randint(1, len(batches)) if batches and rng.random() < 0.4 else None
-                if MODES[mode].losses > 1:
-                    left = None  # an open window of several losses cannot be flushed
-                program += [("epoch", which, batches, left), ("flush", which)]
-    is_legal = rng.random() < (0 if is_given else 1 if mode in ENDS_LAUNCH else 0.5)
+    names = [rng.choice(("epoch", "epoch", "left", "calls", "flush", "save", "evaluate"))
+             for _ in range(rng.randint(1, 3 - compiled))]
+    which = [rng.randrange(2 - compiled) for _ in names]
+    programs = [[(name, step, batches(name in ("calls", "left", "evaluate"))) for name, step in zip(names, which)]
+                for _ in range(ranks)]
+    is_legal = rng.random() < 0.6 or kind in NODES
     if not is_legal:
-        perturb(rng, rng.choice(programs))
-    return mode, programs, is_legal
+        own = rng.choice(programs)
+        place = rng.randrange(len(own) + 1)
+        change = rng.choice(("insert", "insert", "remove", "which", "parameter", "rate"))
+        if change == "insert":
+            name = rng.choice(("epoch", "flush", "save", "evaluate", "raise"))
+            own.insert(place, (name, rng.randrange(2), batches(1)))
+        elif change in ("parameter", "rate"):
+            own.insert(place, (change, rng.randrange(2), []))
+            for program in programs:
+                program += [("flush", 0, []), ("flush", 1, [])]
+        elif change == "remove":
+            own.pop(place - 1)
+        else:
+            name, step, of_call = own[place - 1]
+            own[place - 1] = name, 1 - step, of_call
+    return Draw(kind, length, rng.random() < 0.5, rng.random() < 0.3, rng.choice((None, 0.3)), rng.random() < 0.5,
+                rng.choice((SMALL, 32)), drops, rng.choice((1, 1, 2)), compiled, programs, is_legal)
 
 
-def perturb(rng, program):
-    """Change the program of one rank."""
-    place = rng.randrange(len(program) + 1)
-    kind = rng.choice(("drop", "end", "insert", "insert", "raise", "swap", "early"))
-    epochs = [i for i, call in enumerate(program) if call[0] == "epoch" and call[2]]
-    if kind == "insert" or not program:
-        program.insert(place, rng.choice((("flush", 0), ("flush", 1), ("save",), ("load",),
-                                          ("calls", 0, [(1, 1, False)]), ("epoch", 1, [], None),
-                                          ("epoch", 0, [(2, 2, False)] * 3, None))))
-    elif kind == "end":
-        del program[place:]
-    elif kind == "raise":
-        program.insert(place, ("raise",))
-    elif kind == "swap" and len(program) > 1:
-        i = rng.randrange(len(program) - 1)
-        program[i], program[i + 1] = program[i + 1], program[i]
-    elif kind == "early" and epochs:
-        i = rng.choice(epochs)
-        program[i] = (*program[i][:3], rng.randint(1, len(program[i][2])))
-    else:
-        del program[min(place, len(program) - 1)]
-
-
-def data_of(batch):
-    """Return `(x (n, 3), y (n, 1))` of a batch."""
-    samples, seed, has_nan = batch
+def batch_of(batch):
+    samples, seed, is_nan = batch
     rng = np.random.default_rng(seed)
-    x, y = rng.normal(size=(samples, FEATURES)), rng.normal(size=(samples, 1))
-    return np.float32(x), np.float32(np.nan if has_nan else y)
+    x, mask = rng.normal(size=(samples, FEATURES)).astype("f"), (rng.random(samples) < 0.6).astype("f")
+    mask[0] = 1
+    return np.full_like(x, np.nan) if is_nan else x, rng.integers(0, 2, samples).astype("i"), mask
 
 
-# --- what ranks do ----------------------------------------------------------------------------------------------------
+def network_of(seed):
+    network, rng = nn.SequentialCell(nn.Dense(FEATURES, 4), nn.Tanh(), nn.Dense(4, 2)), np.random.default_rng(seed)
+    for parameter in network.trainable_params():
+        ops.assign(parameter, Tensor(rng.normal(size=parameter.shape).astype("f") / 2))
+    return network
 
 
-class Ranks:
-    """Two accumulators of a mode, with their networks: built once."""
+def forward_of(network, draw, is_sum):
+    losses = nn.CrossEntropyLoss(reduction="none")
 
-    def __init__(self, mode):
-        self.mode = MODES[mode]
-        self.networks = [nn.Dense(FEATURES, 1, weight_init="zeros", bias_init="zeros") for _ in range(2)]
-        for name, network in zip("ab", self.networks):
-            network.update_parameters_name(f"{mode}.{name}.")
-        self.steps = [self._step(network) for network in self.networks]
-        self.start = [[p.asnumpy().copy() for p in step.accumulator.parameters] for step in self.steps]
-
-    def _step(self, network):
-        mode = self.mode
-
-        def forward_fn(x, y):
-            loss = ((network(x) - y) ** 2).mean()
-            return (loss, 0.5 * loss) if mode.losses > 1 else loss
-
-        parameters = network.trainable_params()
-        optimizer = nn.SGD(shard_parameters(parameters) if mode.reducer.zero else parameters, RATE)
-        return make_train_step(forward_fn, optimizer, mode.length, reducer=mode.reducer, losses=mode.losses,
-                               on_nonfinite=mode.on_nonfinite)
-
-    def begin(self):
-        """Begin a draw: everything as it was built."""
-        for network, step, start in zip(self.networks, self.steps, self.start):
-            with step.boundary.loading(is_open=False):
-                for parameter, value in zip(step.accumulator.parameters, start):
-                    ops.assign(parameter, Tensor(value))
-                for parameter in network.trainable_params():
-                    ops.assign(parameter, ops.zeros_like(parameter))
-            step.boundary.end_epoch()
-
-    def run(self, call, folder):
-        """Make one call of a program."""
-        name, *arguments = call
-        path = folder / "run.safetensors"
-        if name == "epoch":
-            which, batches, left = arguments
-            for i, _ in enumerate(self.steps[which].epoch(map(data_of, batches)), 1):
-                if i == left:
-                    break
-        elif name == "calls":
-            for batch in arguments[1]:
-                self.steps[arguments[0]](*data_of(batch))
-        elif name == "twins":
-            for batch in arguments[0]:
-                for step in self.steps:
-                    step(*data_of(batch))
-        elif name == "flush":
-            self.steps[arguments[0]].flush()
-        elif name == "save":
-            save_checkpoint(path, self.networks[0], self.steps[0])
-        elif name == "load":
-            load_checkpoint(path, self.networks[0], self.steps[0])
-        else:
-            raise ValueError("an error of the script")
-
-    def end(self):
-        """End a program: what a rank would be warned of when its process ends is an error."""
-        for step in self.steps:
-            if step.status().mini_step > 0:
-                raise RuntimeError("a window of the accumulator is lost")
-
-    def parameters(self):
-        return [p.asnumpy().ravel().tolist() for network in self.networks for p in network.trainable_params()]
+    def forward(x, label, mask):
+        loss = losses(network(x), label)
+        loss = loss * mask if draw.tokens else loss
+        if is_sum:
+            return loss.sum()
+        return loss.sum() / mask.sum() if draw.tokens else loss.mean()
+    return forward
 
 
-def meet(has_failed):
-    """Meet all ranks at the end of a draw. Return what it said, if ranks did not meet at the first attempt."""
-    said = []
-    while len(said) < 20:
-        try:
-            announce(WAIT, int(has_failed and not said))  # another number: a rank that fails ends the run
-            return said
-        except RuntimeError as error:
-            said.append(str(error))
-            has_failed = False
-    raise RuntimeError(f"ranks do not meet: {said}")
+def optimizer_of(parameters, draw):
+    return nn.Adam(parameters, 1e-2) if draw.adam else nn.Momentum(parameters, 0.1, 0.9)
 
 
-def main(folder, first, count, option=None):
-    ms.set_device("CPU")
-    init()
-    rank, ranks, built = get_rank(), get_group_size(), {}
-    if option == "untagged":
-        Tags.compare, ManyRanks.announce = untagged, lambda self, what: None
-    for number in range(first, first + count):
-        forget_disagreement()  # of the draw before
-        mode, programs, _ = drawn(number, ranks, option if option in MODES else None)
-        if mode not in built:
-            built[mode] = Ranks(mode)
-        built[mode].begin()
-        meet(False)
-        start, said = perf_counter(), None
-        try:
-            for call in programs[rank]:
-                built[mode].run(call, folder)
-            built[mode].end()
-        except Exception as error:
-            if option in MODES:
-                raise
-            said = f"{type(error).__name__}: {error}"
-        others = meet(said is not None)
-        if said is None and others:
-            said = f"RuntimeError: {others[0]}"
-        found = {"number": number, "said": said, "seconds": perf_counter() - start,
-                 "parameters": built[mode].parameters()}
-        with (folder / f"rank{rank}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found) + "\n")
+def weight_of(batch, draw):
+    return batch[2].sum() if draw.tokens else len(batch[0])
 
 
-def untagged(self, what, number, rounds, numbers, held=0):
-    """In place of `Tags.compare`: all ranks agree."""
-    flat = self.rows(as_vector((what, number, rounds, held, 1.0, *numbers)))
-    return Tensor(True), flat.reshape(self.size, -1)[:, 5:].sum(0), flat
+# --- what is expected -------------------------------------------------------------------------------------------------
 
 
-# --- plain training ---------------------------------------------------------------------------------------------------
+def expected(draw, which):
+    """`(parameters, (update_step, skipped), (loss, weight, norm))` of a step, trained on the batches of all ranks.
+
+    The last three are () if the last window was dropped.
+    """
+    network = network_of(which)
+    optimizer = optimizer_of(network.trainable_params(), draw)
+    grad_fn = ms.value_and_grad(forward_of(network, draw, False), None, optimizer.parameters)
+    updates, skipped, last = 0, 0, ()
+    for calls in zip(*draw.programs):
+        queues = [list(map(batch_of, batches)) for name, step, batches in calls
+                  if step == which and name in ("epoch", "left", "calls")]
+        while any(queues):
+            window = [batch for queue in queues for batch in _taken(queue, draw, updates)]
+            bad = [np.isnan(batch[0]).any() for batch in window]
+            if draw.drops == "skip_microbatch":
+                window, skipped = [b for b, is_bad in zip(window, bad) if not is_bad], skipped + sum(bad)
+            elif any(bad):
+                window, skipped = [], skipped + 1
+            if not window:
+                last = ()
+                continue
+            loss, gradients = grad_fn(*(Tensor(np.concatenate(column)) for column in zip(*window)))
+            norm = float(np.sqrt(sum((g.asnumpy().astype(float)**2).sum() for g in gradients)))
+            factor = min(1, draw.clip_norm / (norm + 1e-6)) if draw.clip_norm else 1
+            optimizer(tuple(g * factor for g in gradients))
+            updates, last = updates + 1, (float(loss), float(sum(weight_of(b, draw) for b in window)), norm)
+    return flat(network), (updates, skipped), last
 
 
-def expected(mode, programs):
-    """Return the parameters of each network: NumPy, float64."""
-    plain, saved = np.zeros((2, FEATURES + 1)), None
-    for event, *made in zip(*map(events_of, programs), strict=True):
-        assert all(name == event[0] for name, _ in made), "ranks without an error have made the same calls"
-        if event[0] == "save":
-            saved = plain[0].copy()
-        elif event[0] == "load":
-            plain[0] = saved
-        else:
-            train_plain(plain[event[0]], mode, [batches for _, batches in (event, *made)])
-    return plain
-
-
-def events_of(program):
-    """Return what a rank does: ("save", []), ("load", []), or (which accumulator, the batches that a flush ends)."""
-    events, open_, ended = [], [[], []], [False, False]
-
-    def train(which, batches):
-        open_[which] += batches
-        ended[which] = ended[which] and not batches
-
-    def end(which):
-        events.append((which, open_[which]))
-        open_[which] = []
-
-    for name, *arguments in program:
-        if name in ("save", "load"):
-            events.append((name, []))
-        elif name == "twins":
-            train(0, arguments[0])
-            train(1, arguments[0])
-        elif name == "calls":
-            train(*arguments)
-        elif name == "epoch":
-            which, batches, left = arguments
-            train(which, batches[:left])
-            if left in (None, len(batches)):
-                end(which)
-                ended[which] = True
-        elif ended[arguments[0]]:
-            ended[arguments[0]] = False
-        else:
-            end(*arguments)
-    return events
-
-
-def train_plain(weights, mode, of_ranks):
-    """Train an epoch in place: the windows of all ranks, one after the other."""
-    if MODES[mode].reducer.sync == "microbatch":
-        windows = [[batch for batches in of_ranks for batch in batches[i:i + 2]]
-                   for i in range(0, max(map(len, of_ranks)), 2)]
+def _taken(queue, draw, updates):
+    """Take a window of one rank from what is left."""
+    if draw.length == "budget":
+        sums = np.cumsum([0 if draw.drops == "skip_microbatch" and np.isnan(b[0]).any() else weight_of(b, draw)
+                          for b in queue])
+        count = int(np.searchsorted(sums, BUDGET)) + 1
     else:
-        cut = [list(windows_of(mode, batches)) for batches in of_ranks]
-        windows = [[batch for of_rank in cut for window in of_rank[i:i + 1] for batch in window]
-                   for i in range(max(map(len, cut)))]
-    for window in windows:
-        if any(has_nan for _, _, has_nan in window):
-            continue
-        x, y = (np.concatenate(each).astype(float) for each in zip(*map(data_of, window)))
-        x = np.c_[x, np.ones(len(x))]
-        gradient = 2 * ((x @ weights)[:, None] - y).ravel() @ x / len(x)
-        weights -= RATE * gradient * (1.5 if MODES[mode].losses > 1 else 1)
+        count = draw.length if isinstance(draw.length, int) else draw.length[2 * (updates >= 2)]
+    window = queue[:count]
+    del queue[:count]
+    return window
 
 
-def windows_of(mode, batches):
-    """Yield the windows of one rank."""
-    window, length = [], MODES[mode].length
-    for batch in batches:
-        window.append(batch)
-        full = sum(size for size, *_ in window) >= BUDGET if not isinstance(length, int) else len(window) == length
-        if full:
-            yield window
-            window = []
-    if window:
-        yield window
+def flat(network):
+    return np.concatenate([p.asnumpy().ravel() for p in network.trainable_params()])
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:4]), *sys.argv[4:])
+# --- what a rank does -------------------------------------------------------------------------------------------------
+
+
+def step_of(draw, which, reducer=None):
+    network = network_of(which)
+    reducer = reducer or draw.reducer
+    parameters = network.trainable_params()
+    optimizer = optimizer_of(shard_parameters(parameters) if reducer.zero else parameters, draw)
+
+    def counted(x, label, mask):
+        return mask.sum()
+
+    options = {"loss_scaler": amp.StaticLossScaler(8.0)} if draw.drops == "scaler" else {"on_nonfinite": draw.drops}
+    return network, make_train_step(
+        forward_of(network, draw, draw.is_sum), optimizer,
+        until_weight(BUDGET, at_most=100) if draw.length == "budget" else draw.length,
+        loss_reduction="sum" if draw.is_sum else "mean", weight_fn=counted if draw.tokens else None, network=network,
+        clip_norm=draw.clip_norm, reducer=reducer, pieces=draw.pieces, eager=not draw.compiled, max_skips=None,
+        **options)
+
+
+def trained(draw, rank):
+    """`(error or None, [network], [step])` of a rank."""
+    meeting._ended.clear()  # a run would end
+    ms.set_context(mode=ms.GRAPH_MODE if draw.compiled else ms.PYNATIVE_MODE)
+    networks, steps, error = [], [], None
+    try:
+        for which in range(2 - draw.compiled):
+            network, step = step_of(draw, which)
+            networks.append(network)
+            steps.append(step)
+        for name, which, batches in draw.programs[rank]:
+            step = steps[min(which, len(steps) - 1)]
+            _call(step, name, list(map(batch_of, batches)))
+    except (RanksDiffer, OSError) as caught:
+        error = caught
+    if not isinstance(error, RanksDiffer):
+        try:
+            steps[0].boundary.window.exchange._meet(END)
+        except RanksDiffer as caught:
+            error = caught
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    return error, networks, steps
+
+
+def _call(step, name, batches):
+    if name == "epoch":
+        for _ in step.epoch(batches):
+            pass
+    elif name == "left":
+        for _ in islice(step.epoch([*batches, *batches]), len(batches)):  # one more is never trained
+            pass
+        step.flush()
+    elif name == "calls":
+        for batch in batches:
+            step(*batch)
+        step.flush()
+    elif name == "flush":
+        step.flush()
+    elif name == "save":
+        step.boundary.window.exchange.compare(SAVE, step.boundary.compared())
+    elif name == "evaluate":
+        step.evaluate([(np.zeros_like(x), label, mask) for x, label, mask in batches])
+    elif name == "parameter":
+        parameter = step.boundary.window.exchange.parameters[0]
+        ops.assign(parameter, parameter * 0.5)
+    elif name == "rate":
+        step.learning_rate = 1e-3
+    else:
+        raise OSError("no such file")
+
+
+def result_of(draw, rank):
+    """"right", "error", or what is wrong."""
+    error, networks, steps = trained(draw, rank)
+    if error is not None:
+        return "error"
+    for which, (network, step) in enumerate(zip(networks, steps)):
+        parameters, counts, last = expected(draw, which)
+        status = step.status()
+        found = status.loss, status.weight, status.grad_norm
+        off = np.abs(flat(network) - parameters).max()
+        if not off < 1e-5:
+            return f"a difference of {off:.1e}"
+        if (status.update_step, status.skipped) != counts:
+            return f"{status}, expected {counts}"
+        if last and not np.allclose(found[:2 + (draw.clip_norm is not None)], last[:2 + (draw.clip_norm is not None)],
+                                    rtol=1e-4):
+            return f"{found}, expected {last}"
+    return "right"
