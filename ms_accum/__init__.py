@@ -9,5 +9,8 @@ from .model.callbacks import FlushCallback as FlushCallback
 from .model.callbacks import PerUpdate as PerUpdate
 from .model.cell import TrainOneStepCell as TrainOneStepCell
 from .model.log import WindowLog as WindowLog
+from .runtime import avoid_busy_waiting as avoid_busy_waiting
+from .steps.grad_cache import make_grad_cache_step as make_grad_cache_step
 from .steps.train_step import make_train_step as make_train_step
+
 __version__ = "0.3.0"

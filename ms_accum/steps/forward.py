@@ -49,9 +49,9 @@ def weighed(functions: Functions) -> Callable:
     def weigh(rows: Scalar, piece: tuple) -> tuple:
         if weight_fn is None:  # with `has_weight`, the forward pass returns the weight
             return 1.0 if has_weight else as_weight(rows), piece
-        weight = weight_fn(*piece)
+        weight, later = weight_fn(*piece), ()  # type: Any, tuple
         require_one_weight(len(weight) if isinstance(weight, (tuple, list)) else None)
-        weight, later = as_weight(weight), ()  # type: Any, tuple
+        weight = as_weight(weight)
         for value in piece:
             later = (*later, ops.depend(value, weight) if isinstance(value, Tensor) and isinstance(weight, Tensor)
                      else value)

@@ -23,7 +23,7 @@ def whole(train: Callable, compiled: Compile, samples: int, has_aux: bool, batch
           ) -> Callable:
     """Return `(*batch) -> loss`, or `(loss, aux)`, which trains on a batch that is not cut."""
     def step(*batch: Any) -> Any:
-        rows = samples_in_graph(batch, batch_axis) if is_dynamic else samples  # type: Scalar
+        rows = samples_in_graph(batch, batch_axis) if is_dynamic else samples  # type: Any
         trained = train(rows, batch, END)  # not unpacked: MindSpore warns of a part that is not used
         loss = ops.depend(trained[0], trained[1]) if isinstance(trained[1], Tensor) else trained[0]
         return (loss, trained[2]) if has_aux else loss
@@ -40,13 +40,7 @@ def in_pieces(train: Callable, compiled: Compile, samples: int, cut: Cut, pieces
     """
     starts = starts_of(samples, pieces)
     sizes = {rows: _piece(train, compiled, rows, cut, has_aux, batch_axis) for _, rows in starts}
-    calls = []
-    for i, (start, rows) in enumerate(starts):
-        # Each piece takes back its own mark. The first one leaves one more, and the last one takes that back: what ends
-        # a microbatch is data.
-        is_first, is_last = i == 0, i == len(starts) - 1
-        after = change(MARK=is_first - is_last - 1, HELD=is_last, ADDED=is_last)
-        calls.append((sizes[rows], Tensor(start, ms.int32), after))
+    calls = [(sizes[rows], Tensor(start, ms.int32), end) for (start, rows), end in zip(starts, ends_of(len(starts)))]
     zero = Tensor(np.zeros(2), ms.float32)
 
     def step(*batch: Any) -> Any:
@@ -57,6 +51,15 @@ def in_pieces(train: Callable, compiled: Compile, samples: int, cut: Cut, pieces
         return (mean, joined(found, unstack(totals)[1], batch_axis)) if has_aux else mean
 
     return step
+
+
+def ends_of(pieces: int) -> list[Tensor]:
+    """Return what each piece of a microbatch adds to the counts in the end: what ends a microbatch is data.
+
+    Each takes back its own mark. The first one leaves one more, which the last one takes back.
+    """
+    last = pieces - 1
+    return [change(MARK=(i == 0) - (i == last) - 1, HELD=i == last, ADDED=i == last) for i in range(pieces)]
 
 
 def _piece(train: Callable, compiled: Compile, rows: int, cut: Cut, has_aux: bool, batch_axis: int) -> Callable:
@@ -83,7 +86,7 @@ def looked_at(look: Callable, compiled: Compile, samples: int, cut: Cut, pieces:
     """Return `(*batch) -> (sum of weight * loss, weight)`: float32 `(2,)`, without training."""
     if pieces == 1:
         def step(*batch: Any) -> Tensor:
-            rows = samples_in_graph(batch, batch_axis) if is_dynamic else samples  # type: Scalar
+            rows = samples_in_graph(batch, batch_axis) if is_dynamic else samples  # type: Any
             found = look(rows, batch, END)
             weight = as_tensor(found[1])
             return stack((multiply_no_nan(found[0], weight), weight))

@@ -91,7 +91,7 @@ class TrainStep(Uncopied):
                  "_used", "boundary", "optimizer")
 
     def __init__(self, boundary: Boundary, functions: Functions, networks: tuple[nn.Cell, ...], batch_axis: int,
-                 pieces: int, make_layout: Callable[..., Layout], make_look: Callable[..., Callable]) -> None:
+                 pieces: int, make_layout: Callable[..., Layout], make_look: Callable[..., Optional[Callable]]) -> None:
         self.boundary, self.optimizer = boundary, boundary.window.optimizer
         self._functions, self._networks, self._axis = functions, networks, batch_axis
         self._make, self._look = make_layout, make_look
@@ -355,7 +355,7 @@ class TrainStep(Uncopied):
     def _train(self, batch: tuple, named: Mapping[str, Any]) -> Any:
         batch, names = self._by_position(batch, named)
         key = ("train", names, *_shapes_of(batch), (self._mode or self._mode_of_layers()).flags)
-        known = self.boundary.graphs.get(key)
+        known: Any = self.boundary.graphs.get(key)
         began = perf_counter()
         found = known or self._built(key, batch, names, self._make)
         if found.train is None:

@@ -1,0 +1,245 @@
+"""Losses that couple samples, with the memory of one piece: gradient caching for contrastive training.
+
+    pieces ─ encode ─► representations of the batch ─ loss_fn ─► loss and its gradient at each representation
+                                                                        │ of each piece's samples
+    pieces ─ encode again, this time backward from ◄───────────────────┘ ─► add ─► ... (as any microbatch)
+"""
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Optional, Union
+
+import mindspore as ms
+from mindspore import Tensor, nn, ops
+from mindspore.ops import constexpr
+
+from ..arguments import require_callable, require_options
+from ..core.accumulator import Options, boundary_of
+from ..core.window import PART, Window
+from ..tensors import FLOATS, cast, reshape, stack
+from .batch import Cut, checked_loss, checked_pieces, places_of, positional, select_rows, starts_of
+from .forward import Functions
+from .pieces import ends_of
+from .train_mode import checked_networks
+from .train_step import Layout, TrainStep
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..core.length import AccumulateStep
+    from .shapes import Inputs
+
+_SINGLE = ('{} looks at single pieces (a noise scale, on_nonfinite="skip_microbatch", or sync="microbatch" or "node"), '
+           'but here the gradient of a piece is not an estimate of that of the batch; give "skip_window" or '
+           'sync="window"')
+_DIFFER = ("encode_fn returned two different representations of the same samples, so the gradient would be wrong; the "
+           "batch was ignored. If it draws random numbers, switch Dropout off (p=0, or network.set_train(False))")
+
+
+def make_grad_cache_step(
+    encode_fn: Callable,
+    loss_fn: Callable,
+    optimizer: nn.Optimizer,
+    accumulate_step: AccumulateStep,
+    *,
+    pieces: int,
+    network: Union[nn.Cell, tuple[nn.Cell, ...], None] = None,
+    **options: Unpack[Options],
+) -> TrainStep:
+    """Build a compiled train step for a loss over a whole batch, such as InfoNCE, that needs the memory of one piece.
+
+        representations = encode_fn(piece) for each piece             # forward only
+        loss = loss_fn(representations of the batch)                  # and d = its gradient at each representation
+        gradient = sum of the gradients of sum(d[piece] * encode_fn(piece))
+
+    Plain accumulation cuts a contrastive batch into small batches with fewer negatives, which is a different loss. Here
+    the gradient equals that of the undivided batch, for one more forward pass. The memory holds the activations of one
+    piece, the representations (in float32), and what `loss_fn` computes (for InfoNCE the n x n similarities).
+
+    Args:
+        encode_fn: `(*piece) -> representations`: a Tensor of shape `(m, ...)` with one representation per sample, or a
+            tuple of such Tensors of one float dtype. A representation may depend on its own sample only, and both
+            passes must compute the same values: Dropout raises an error when the step runs. BatchNorm normalises each
+            piece, not the batch, and its moving statistics are updated twice.
+        loss_fn: `(*representations) -> loss` of the whole batch, a float Tensor of shape `()`. It may have parameters
+            of its own, e.g. a temperature.
+        optimizer, accumulate_step, network, **options: As in `make_train_step`. A batch is one microbatch, weighted by
+            its number of samples. With several ranks, each rank uses the negatives of its own batch.
+        pieces: Number of pieces that a batch is cut into; the last one may be shorter.
+
+    Returns:
+        A `TrainStep`: `train_step(*batch) -> loss`, a float32 Tensor of shape `()`.
+
+    Raises:
+        TypeError, ValueError: If an argument is wrong, or an option looks at single pieces or sums them over ranks.
+
+    Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021
+    (https://arxiv.org/abs/2101.06983).
+
+    Example:
+        >>> import numpy as np, mindspore as ms
+        >>> from mindspore import nn, ops
+        >>> from ms_accum import make_grad_cache_step
+        >>> towers = nn.CellList([nn.Dense(3, 2, "ones"), nn.Dense(2, 2, "ones")])
+        >>> left, right = towers
+        >>> def encode(x, y):
+        ...     return left(x), right(y)
+        >>> def info_nce(x, y):
+        ...     return ops.cross_entropy(ops.matmul(x, y.T), ops.arange(len(x)))
+        >>> train_step = make_grad_cache_step(encode, info_nce, nn.SGD(towers.trainable_params(), 0.1), 1, pieces=2)
+        >>> loss = train_step(ms.Tensor(np.zeros((4, 3)), ms.float32), ms.Tensor(np.zeros((4, 2)), ms.float32))
+        >>> print(f"{float(loss):.4f}", train_step.update_step)  # ln 4
+        1.3863 1
+    """
+    require_options(make_grad_cache_step, options, Options)
+    require_callable("encode_fn", encode_fn)
+    require_callable("loss_fn", loss_fn)
+    pieces, networks = checked_pieces(pieces), checked_networks(network)
+    boundary = boundary_of(optimizer, accumulate_step, {"the kind of step": "make_grad_cache_step", "pieces": pieces},
+                           pieces=pieces, needs_buffers=True, **options)
+    window = boundary.window
+    looking = [type(stage).__name__ for stage in (*window.weighing, *window.measuring)]
+    if looking or window.exchange.sums_each:
+        raise ValueError(_SINGLE.format(looking[0] if looking else "the reducer"))
+
+    def both(samples: int, cut: Cut, names: tuple[str, ...], inputs: Optional[Inputs]) -> tuple[Callable, Callable]:
+        window.unit = window.unit or float(-(-samples // pieces))
+        return in_cached_pieces(window, positional("encode_fn", encode_fn, len(cut), names),
+                                positional("loss_fn", loss_fn), partial(boundary.compiled, inputs=inputs), samples, cut,
+                                starts_of(samples, pieces))
+
+    def make_layout(samples: int, *layout: Any) -> Layout:
+        return Layout(both(samples, *layout)[0], len(starts_of(samples, pieces))) if samples else Layout(None)
+
+    def make_look(samples: int, *layout: Any) -> Optional[Callable]:
+        return both(samples, *layout)[1] if samples else None
+
+    # The second function is there for its networks. Two pieces at least: a graph has to know the number of samples.
+    functions = Functions(encode_fn, loss_fn, name="encode_fn")
+    return TrainStep(boundary, functions, networks, 0, max(pieces, 2), make_layout, make_look)
+
+
+def in_cached_pieces(window: Window, encode_fn: Callable, loss_fn: Callable, compiled: Callable, samples: int, cut: Cut,
+                     starts: list[tuple[int, int]]) -> tuple[Callable, Callable]:
+    """Return `(*batch) -> loss`, which trains, and `(*batch) -> (weight * loss, weight)`, which only looks."""
+    places = {rows: places_of(rows) for _, rows in starts}
+    first_rows, ends = starts[0][1], ends_of(len(starts))
+
+    def coupled(cached: Tensor, piece: tuple) -> tuple[Tensor, Tensor]:
+        """Return the loss of the batch, and the representations of the first piece, which is encoded again."""
+        representations = _represented(encode_fn, first_rows, piece)
+        fresh = _side_by_side(representations)
+        whole = ops.concat((fresh, cached[first_rows:])) if first_rows < samples else fresh
+        return checked_loss(loss_fn(*_apart(whole, representations)), "loss_fn"), fresh
+
+    def first_loss(cached: Tensor, *piece: Any) -> tuple:
+        loss, fresh = coupled(cached, piece)
+        # Gradients of pieces must add up to that of the batch, but each is weighted by its samples.
+        return ops.depend(window.scale_loss(loss), window.begin(loss)) * (samples / first_rows), loss, fresh
+
+    first_grad_fn = ms.value_and_grad(first_loss, 0, window.exchange.parameters, has_aux=True)
+
+    def first(once: Tensor, cached: Tensor, *batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Add the first piece. Return the loss, whether both passes agree, and the gradient at the representations."""
+        values, found = first_grad_fn(cached, *select_rows(places[first_rows], cut, batch))
+        same = _same(once, values[2])
+        weight = ops.where(same, Tensor(first_rows, ms.float32), Tensor(0.0, ms.float32))
+        loss = cast(ops.depend(values[1], values[0]), ms.float32)
+        window.add(found[1], weight, loss, ops.where(same, ends[0], PART))
+        return loss, same, found[0] * (first_rows / samples)
+
+    @cache
+    def backward(rows: int) -> Callable:
+        def product(cotangents: Tensor, *piece: Any) -> Tensor:
+            # Not scaled again: the loss that the cotangents come from was.
+            total = (cotangents * _side_by_side(_represented(encode_fn, rows, piece))).sum(-1).sum() * (samples / rows)
+            return ops.depend(total, window.begin(total))
+
+        grad_fn = ms.value_and_grad(product, None, window.exchange.parameters)
+
+        def add(start: Tensor, end: Tensor, loss: Tensor, cotangents: Tensor, *batch: Any) -> Tensor:
+            chosen = start + places[rows]
+            found = grad_fn(ops.gather(cotangents, chosen, 0), *select_rows(chosen, cut, batch))
+            window.add(found[1], float(rows), loss, end)
+            return ops.depend(loss, found[0])
+        return compiled(add)
+
+    def look(cached: Tensor, *batch: Any) -> Tensor:
+        loss = cast(coupled(cached, select_rows(places[first_rows], cut, batch))[0], ms.float32)
+        return stack((loss * samples, Tensor(samples, ms.float32)))
+
+    represent, begin, looked = _in_pieces(encode_fn, compiled, cut, starts), compiled(first), compiled(look)
+    calls = [(Tensor(start, ms.int32), rows, end) for (start, rows), end in zip(starts, ends)]
+
+    def train(*batch: Any) -> Tensor:
+        cached = represent(*batch)
+        loss, same, cotangents = begin(cached[0], ops.concat(cached), *batch)
+        if not same:
+            raise ValueError(_DIFFER)
+        for start, rows, end in calls[1:]:
+            loss = backward(rows)(start, end, loss, cotangents, *batch)
+        return loss
+
+    return train, lambda *batch: looked(ops.concat(represent(*batch)), *batch)
+
+
+def _in_pieces(encode_fn: Callable, compiled: Callable, cut: Cut, starts: list[tuple[int, int]]) -> Callable:
+    """Return `(*batch) -> the representations of each piece`, each side by side."""
+    @cache
+    def encoder(rows: int) -> Callable:
+        places = places_of(rows)
+
+        def encode(start: Tensor, *batch: Any) -> Tensor:
+            return _side_by_side(_represented(encode_fn, rows, select_rows(start + places, cut, batch)))
+        return compiled(encode)
+
+    return lambda *batch: [encoder(rows)(Tensor(start, ms.int32), *batch) for start, rows in starts]
+
+
+def _represented(encode_fn: Callable, rows: int, piece: tuple) -> tuple[Tensor, ...]:
+    """Return the representations of `rows` samples, always as a tuple."""
+    found, kinds = encode_fn(*piece), ()  # type: Any, tuple
+    found = found if isinstance(found, tuple) else (found,)
+    for one in found:
+        kinds = (*kinds, (one.shape, one.dtype) if isinstance(one, Tensor) else None)
+    require_representations(rows, kinds)
+    return found
+
+
+def _side_by_side(representations: tuple[Tensor, ...]) -> Tensor:
+    """Return the representations as columns of one float32 Tensor, `(m, columns)`."""
+    columns = ()  # type: tuple[Tensor, ...]
+    for representation in representations:
+        columns = (*columns, cast(reshape(representation, (representation.shape[0], -1)), ms.float32))
+    return ops.concat(columns, 1)
+
+
+def _apart(whole: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Undo `_side_by_side`: return Tensors with the dtypes of `like`, and its shapes except for the number of rows."""
+    parts, start = (), 0  # type: tuple[Tensor, ...], int
+    for one in like:
+        columns = one.size // one.shape[0]
+        part = whole[:, start:start + columns].reshape(whole.shape[0], *one.shape[1:])
+        parts = (*parts, cast(part, one.dtype))
+        start += columns
+    return parts
+
+
+def _same(once: Tensor, again: Tensor) -> Tensor:
+    """Return whether two Tensors agree up to rounding in 16 bits: bool Tensor of shape `()`. NaN always agrees."""
+    return ops.logical_not((once - again).abs().max() > 2e-2 * once.abs().max())
+
+
+@constexpr
+def require_representations(rows: int, kinds: tuple) -> bool:
+    """Raise an error unless `kinds` are shapes with one row per sample, and one float dtype."""
+    remedy = "return a Tensor with one row per sample, or a tuple of such Tensors of one float dtype"
+    if not kinds or None in kinds:
+        raise TypeError(f"encode_fn returned neither a Tensor nor a tuple of Tensors; {remedy}")
+    for shape, dtype in kinds:
+        if not shape or shape[0] != rows:
+            raise ValueError(f"encode_fn returned a Tensor of shape {tuple(shape)} for {rows} samples; {remedy}")
+        if dtype not in FLOATS or dtype != kinds[0][1]:
+            raise TypeError(f"encode_fn returned Tensors of {', '.join(str(each) for _, each in kinds)}; {remedy}")
+    return True
