@@ -85,7 +85,7 @@ def require_options(function: Any, given: Iterable[str], options: type) -> None:
         given: The names in these options.
         options: A TypedDict of those that there are.
     """
-    known = ("accumulate_step", *function.__kwdefaults__, *options.__annotations__)
+    known = ("accumulate_step", *(function.__kwdefaults__ or ()), *options.__annotations__)
     for name in given:
         if name not in options.__annotations__:
             close = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, known, 1)

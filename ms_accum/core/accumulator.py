@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional, TypedDict, Union
+from typing import TYPE_CHECKING, Optional, TypedDict, Union
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, amp, nn
 
-from ..arguments import Uncopied, number, one_of
+from ..arguments import Uncopied, number, one_of, require_options
 from ..distributed.data_parallel import DataParallel, exchange_of
 from ..distributed.exchange import whole_of
 from ..mindspore_api import jit_class
@@ -19,19 +19,27 @@ from .precision import buffer_dtype_of, warn_of_lost_gradients
 from .stages import MOST_SKIPS, Stage, checked_max_skips, checked_stages, overrides
 from .window import END, HELD, Window
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 REDUCTIONS = ("sum", "mean")
 
 
-class Options(TypedDict, total=False):
-    """Name the options that accumulators, train steps and cells share, with their types; see `Accumulator`."""
+class HandOptions(TypedDict, total=False):
+    """Name the options of `Accumulator`, with their types."""
 
-    clip_norm: Optional[float]
     buffer_dtype: Optional[ms.Type]
     on_nonfinite: str
     max_skips: Optional[int]
     reducer: Optional[DataParallel]
     stages: tuple[Stage, ...]
     loss_scaler: Optional[amp.LossScaler]
+
+
+class Options(HandOptions, total=False):
+    """Name the options that train steps and cells take over from `Accumulator`, with their types."""
+
+    clip_norm: Optional[float]
 
 
 def boundary_of(
@@ -155,7 +163,8 @@ class Accumulator(Uncopied):
     """
 
     def __init__(self, optimizer: nn.Optimizer, accumulate_step: AccumulateStep, clip_norm: Optional[float] = None, *,
-                 reduction: str, **options: Any) -> None:
+                 reduction: str, **options: Unpack[HandOptions]) -> None:
+        require_options(Accumulator.__init__, options, HandOptions)
         one_of("reduction", reduction, REDUCTIONS)
         self.boundary = boundary_of(optimizer, accumulate_step, {"the kind of step": "Accumulator"},
                                     reduction=reduction, needs_buffers=True, eager=True, clip_norm=clip_norm,

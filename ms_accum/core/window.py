@@ -183,8 +183,8 @@ class Window:
         return mapped(cleared, self.zero, self.exchange.parameters)
 
     def _numbers(self, weight: Scalar, loss: Optional[Tensor], taken: Scalar) -> Numbers:
-        total = self.nothing if loss is None else cast(loss, ms.float32)
-        if not self.is_sum:
+        total = self.nothing + nan if loss is None else cast(loss, ms.float32)  # by hand, the loop has the loss
+        if not self.is_sum and loss is not None:
             total = multiply_no_nan(total, as_tensor(weight))
         elif isinstance(taken, Tensor):
             total = multiply_no_nan(total, taken)

@@ -1,268 +1,322 @@
-"""Accumulator by hand: odd values, the tutorial's script, and its state. Calls in any order: test_machine.py."""
-import gc
-import json
-import re
-from pathlib import Path
+"""An accumulator by hand against an oracle in NumPy, drawn: weights, NaN, windows, clipping, skipping, loss scales."""
+import random
+from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Parameter, Tensor, nn, ops
-from support import reference
-from support.modes import compiled, warned
-from support.training import sgd
+from mindspore import Parameter, ParameterTuple, Tensor, amp, nn
+from support.cells import Counting
+from support.modes import compiled, recorded_warnings
 
-from ms_accum import Accumulator, DataParallel
-from ms_accum.selftest.comparing import difference, values
-from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
+from ms_accum import Accumulator, make_train_step, until_weight
+from ms_accum.core import kernels
+from ms_accum.core.precision import LONGEST_SUM, warn_of_lost_gradients
 
 pytestmark = pytest.mark.core
 
-NAN = float("nan")
-SHAPES = ((2, 3), (2, 4))
+RATE = 0.5
 
 
-def gradients(value):
-    return tuple([Tensor(np.full(shape, value), ms.float32) for shape in SHAPES])
+def drawn(seed):
+    """What is trained: each microbatch is (gradient, weight)."""
+    choose = random.Random(seed)
+    rng = np.random.default_rng(seed)
+    weights = choose.choice([(1.0,), (3.0, 5.0, 0.5), (4.0, 0.0, 2.0), (0.25,)])
+    microbatches = [(rng.normal(size=3).astype(np.float32), choose.choice(weights)) for _ in range(11)]
+    policy = choose.choice(["apply", "skip_window", "skip_microbatch"])
+    if policy != "apply":
+        for place in choose.sample(range(11), choose.choice([0, 2, 5])):
+            microbatches[place][0][1] = choose.choice([np.nan, np.inf])
+    return SimpleNamespace(
+        microbatches=microbatches, policy=policy, as_tensors=choose.random() < 0.5,
+        length=choose.choice([1, 2, 4, {0: 1, 2: 3}, until_weight(6.0, at_most=5)]),
+        reduction=choose.choice(["mean", "mean", "sum"]), clip_norm=choose.choice([None, 0.7, float("inf")]),
+        scale=choose.choice([None, 2.0**10, "dynamic"]) if policy != "skip_microbatch" else None)
 
 
-def descend(accumulate_step=2, clip_norm=None, **options):
-    """An accumulator whose parameters are minus the sum of all gradients that its optimizer got."""
-    parameters = [Parameter(Tensor(np.zeros(shape), ms.float32), f"p{i}") for i, shape in enumerate(SHAPES)]
-    return Accumulator(nn.SGD(parameters, 1.0), accumulate_step, clip_norm, **{"reduction": "sum", **options})
+def length_of(case, updates):
+    if isinstance(case.length, dict):
+        return max((start, n) for start, n in case.length.items() if start <= updates)[1]
+    return getattr(case.length, "at_most", case.length)
 
 
-@pytest.mark.parametrize(("policy", "calls", "applied"), [
-    *[("apply", [(1, 2), (4, weight)], NAN) for weight in (-0.25, NAN)],  # a graph cannot refuse a value: it shows
-    ("apply", [(NAN, 1), (4, 1)], NAN), ("apply", [(1, 0), (4, 0)], 0),
-    # the gradient of a mean over no token is 0/0
-    *[(policy, [(NAN, 0), (4, 1)], 4) for policy in ("apply", "skip_microbatch", "skip_window")],
-    ("skip_microbatch", [(1e30, 1), (1e30, 1)], 2e30),  # their squares overflow
-])
-def test_values_that_a_graph_cannot_refuse(policy, calls, applied):
-    accumulator = descend(2, on_nonfinite=policy)
-    assert [bool(accumulator(gradients(value), Tensor(float(weight)))) for value, weight in calls] == [False, True]
-    assert int(accumulator.skipped) == 0
-    for p in values(accumulator.optimizer.parameters):
-        np.testing.assert_allclose(p, np.full(p.shape, -applied), rtol=1e-6)
+def trained(case, until=11, divides=None):
+    """The parameter, and what is counted, after so many microbatches and a flush. `divides`: another denominator."""
+    w, n = np.ones(3), SimpleNamespace(update_step=0, closed_windows=0, skipped=0, skipped_in_row=0, empty_windows=0,
+                                       seen=0.0, weight=0.0, grad_norm=np.nan)
+    window = []
+
+    def close():
+        nonlocal w
+        skips = sum(not np.isfinite(g).all() for g, weight in window if weight) * (case.policy == "skip_microbatch")
+        kept = [(g, weight) for g, weight in window
+                if weight and (case.policy != "skip_microbatch" or np.isfinite(g).all())]
+        total = sum((np.float64(weight) * g for g, weight in kept), np.zeros(3))
+        n.weight = sum(weight for _, weight in kept)
+        divisor = {"mean": n.weight, "sum": 1.0}[case.reduction] if divides is None else divides
+        gradient = total / divisor if divisor else np.zeros(3)
+        drops = case.policy != "apply" or case.scale is not None
+        dropped = drops and (n.weight == 0 or not np.isfinite(gradient).all())
+        norm = np.linalg.norm(gradient)
+        n.grad_norm = norm if case.clip_norm is not None else np.nan
+        if not dropped:
+            factor = 1.0 if case.clip_norm is None else min(1.0, case.clip_norm / (norm + 1e-6))
+            w = w - RATE * factor * gradient
+            n.seen += n.weight
+        n.update_step, n.closed_windows = n.update_step + (not dropped), n.closed_windows + 1
+        n.skipped, n.skipped_in_row = n.skipped + max(skips, int(dropped)), (n.skipped_in_row + 1) * dropped
+        n.empty_windows += n.weight == 0
+        window.clear()
+
+    for pair in case.microbatches[:until]:
+        window.append(pair)
+        budget = getattr(case.length, "budget", None)
+        held = sum(weight for g, weight in window if case.policy != "skip_microbatch" or np.isfinite(g).all())
+        if len(window) >= length_of(case, n.update_step) or (budget and held >= budget):
+            close()
+    if window:
+        close()
+    return w, n
 
 
-# --- drop-in ----------------------------------------------------------------------------------------------------------
+def ours(case, mode):
+    parameter = Parameter(Tensor(np.ones(3, np.float32)), name="w")
+    scaler = amp.DynamicLossScaler(2.0**12, 2, 2) if case.scale == "dynamic" else None
+    if isinstance(case.scale, float):
+        scaler = amp.StaticLossScaler(case.scale)
+    accumulator = Accumulator(nn.SGD([parameter], RATE), case.length, case.clip_norm, reduction=case.reduction,
+                              on_nonfinite=case.policy, max_skips=None, loss_scaler=scaler)
 
-
-def tutorial_script(mode, network, accumulate_step, digits):
-    """Run the tutorial's lines, unchanged but for the network; yield the parameters after each microbatch."""
-    loss_fn = nn.CrossEntropyLoss()
-    optimizer = nn.SGD(network.trainable_params(), 0.1)
-    accumulator = Accumulator(optimizer, accumulate_step, reduction="sum")
-
-    def forward_fn(data, label):
-        logits = network(data)
-        loss = loss_fn(logits, label)
-        return loss / accumulate_step
-
-    grad_fn = ms.value_and_grad(forward_fn, None, network.trainable_params())
-
-    def train_step(data, label):
-        loss, grads = grad_fn(data, label)
-        accumulator(grads)
-        return loss
-
-    train_step = compiled(train_step, mode)
-    for data, label in digits:
-        train_step(*tensors(data, label))
-        yield values(network.trainable_params())
-
-
-def test_the_tutorials_script_runs_unchanged(mode, capfd):
-    """And without a warning of MindSpore."""
-    network, digits, moved = MLP(), batches([8] * 22), []
-    previous = values(network.trainable_params())
-    oracle = reference.Accumulation(previous, reference.SGD(0.1), 4)
-    for (x, y), after in zip(digits, tutorial_script(mode, network, 4, digits)):
-        oracle([g / 4 for g in reference.loss_and_gradients(oracle.parameters, x, y)[1]])
-        assert difference(after, oracle.parameters) <= 1e-5
-        moved.append(difference(after, previous) > 1e-3)
-        previous = after
-    assert moved == [i % 4 == 3 for i in range(22)]  # the control: a window of 2 would move at other places
-    assert warned(capfd) == []
-
-
-def article(mode, divisor, rows):
-    """The weights after two epochs of the published experiment, as two microbatches each; the loss is a sum."""
-    network = nn.Dense(8, 1, weight_init="ones", has_bias=False)
-    accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.01, 0.9), 2, reduction="sum")
-
-    def forward_fn(x):
-        return network(x).sum() / divisor
-
-    grad_fn = ms.grad(forward_fn, None, accumulator.optimizer.parameters)
-
-    def step(x):
-        return accumulator(grad_fn(x))
+    def step(gradient, weight):
+        scaled = gradient * accumulator.scaled(Tensor(1.0))  # as a backward pass does
+        return accumulator((scaled,), weight)
 
     step = compiled(step, mode)
-    assert [bool(step(Tensor(part))) for part in [rows[0::2], rows[1::2]] * 2] == [False, True] * 2
-    return network.weight.asnumpy().reshape(-1)
+    for gradient, weight in case.microbatches:
+        step(Tensor(gradient), Tensor(weight, ms.float32) if case.as_tensors else weight)
+    accumulator.flush()
+    return parameter.asnumpy(), accumulator.status()
 
 
-def test_the_published_experiment(mode):
-    published = json.loads((Path(__file__).parents[1] / "support" / "article_rand8x8.json").read_text(encoding="utf-8"))
-    rows = np.array(published["rows"], np.float32)
-    weights = article(mode, 2, rows)
-    np.testing.assert_allclose(weights, published["pytorch_weights"], rtol=1e-6)
-    np.testing.assert_allclose(weights, published["published_weights"], atol=5.1e-5)
-    assert abs(article("pynative", 1, rows) - weights).max() > 1e-2  # the control: a loss that is not divided
+def off(case, mode, **changes):
+    """How far a training is from the oracle's, in its parameter and in all that is counted."""
+    (w, status), (expected, n) = ours(case, mode), trained(case, **changes)
+    wrong = {name: (getattr(status, name), value) for name, value in vars(n).items()
+             if name not in ("grad_norm", "seen")
+             and getattr(status, name) != pytest.approx(value, rel=1e-6, nan_ok=True)}
+    assert status.mini_step == 0
+    wrong |= {} if abs(status.seen - n.seen) <= 0.5 + 1e-6 * n.seen else {"seen": (status.seen, n.seen)}
+    if np.isfinite(n.grad_norm):
+        wrong |= {} if status.grad_norm == pytest.approx(n.grad_norm, rel=1e-5) else {"norm": status.grad_norm}
+    return np.abs(w - expected).max() if np.isfinite(expected).all() else 0.0, wrong
 
 
-def test_a_call_closes_what_add_has_filled_in_each_mode(mode):
-    """One that a user lets grow beyond its length. Control: a call of its own closes each window of two."""
-    accumulator = descend(2)
-
-    def three(a, b, c):
-        accumulator.add(a)
-        accumulator.add(b)
-        return accumulator(c)
-
-    ones = tuple(Tensor(np.ones(shape), ms.float32) for shape in SHAPES)
-    closed = [bool(compiled(three, mode)(ones, ones, ones)) for _ in range(2)]
-    assert (closed, int(accumulator.update_step), int(accumulator.closed_windows)) == ([True, True], 2, 2)
-    assert [bool(accumulator(ones)) for _ in range(2)] == [False, True]
+@pytest.mark.parametrize("seed", range(24))
+def test_any_run_by_hand_is_that_of_the_oracle(seed):
+    case = drawn(seed)
+    print(vars(case))
+    difference, wrong = off(case, "pynative")
+    assert wrong == {}
+    assert difference < 2e-6
 
 
-# --- state ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("seed", [*range(24, 27), *(pytest.param(i, marks=pytest.mark.slow) for i in range(27, 90))])
+def test_any_run_in_a_graph_is_that_of_the_oracle(seed):
+    case = drawn(seed)
+    case.as_tensors = True  # one graph
+    print(vars(case))
+    difference, wrong = off(case, "jit")
+    assert wrong == {}
+    assert difference < 2e-6
 
 
-def test_one_buffer_for_each_parameter_and_names_that_are_unique_here_and_the_same_in_a_checkpoint():
-    accumulators = [descend() for _ in range(3)]
-    accumulator = accumulators[0]
-    assert [b.shape for b in accumulator.window.buffers] == [*SHAPES]
-    assert accumulator.window.nbytes == 14 * 4
-    assert sum(p.size for p in accumulator.parameters) == 14 + 16  # fourteen scalars, and the place in an epoch
-    assert not any(p.requires_grad for p in accumulator.parameters)
-    assert [*accumulator.state.values()] == [*accumulator.parameters]
-    open_state = {id(p) for p in accumulator.window.window_state}
-    of_window = {name for name, p in accumulator.state.items() if id(p) in open_state}
-    assert {"sum.p0", "sum.p1", "mini_step", "weight_sum", "weight_unit"} < of_window < {*accumulator.state}
-    assert not {"update_step", "skipped", "skipped_in_row", "seen", "closed_windows"} & of_window
-    assert {tuple(one.state) for one in accumulators} == {tuple(accumulator.state)}
-    names = [p.name for one in accumulators for p in one.parameters]
-    assert len(set(names)) == len(names)
-    ops.assign(accumulator.seen, 2**40 + 1)  # where float32 cannot count on
-    assert accumulator(gradients(1)).dtype == ms.bool_
-    assert (accumulator.flush(), int(accumulator.seen)) == (True, 2**40 + 2)
+def test_the_oracle_finds_a_wrong_denominator_and_a_lost_window():
+    """Negative control of both."""
+    case = drawn(0)
+    case.policy, case.scale, case.reduction, case.clip_norm, case.length = "apply", None, "mean", None, 4
+    case.microbatches = [(np.float32([1, 2, 3]), 2.0)] * 11
+    assert off(case, "pynative")[0] < 1e-6
+    assert off(case, "pynative", divides=4.0)[0] > 0.1
+    difference, wrong = off(case, "pynative", until=8)
+    assert difference > 0.1
+    assert {"update_step", "closed_windows", "weight"} <= {*wrong}
 
 
-def test_one_device_does_not_look_at_the_state_of_its_optimizer(monkeypatch):
-    """Which takes seconds, and a copy, of a large one. Only ranks compare it."""
-    def described(optimizer):
-        raise AssertionError
-
-    monkeypatch.setattr("ms_accum.core.accumulator.describe", described)
-    assert descend().exchange.ranks == 1
-    with pytest.raises(AssertionError):  # control
-        descend(reducer=DataParallel())
+# --- a loop by hand ---------------------------------------------------------------------------------------------------
 
 
-def test_a_parameter_that_is_frozen_between_calls_raises_an_error_by_hand(mode):
-    """Before anything is added, and before an update. A graph of a user's own sees it when it is compiled.
-
-    Control: with the parameter thawed, the loop continues as one in which nothing was frozen.
-    """
-    ended = []
-    for freezes in (False, True):
-        accumulator = descend(accumulate_step=2)
-        weight = accumulator.weights[0]
-        add, apply = (compiled(method, mode) for method in (accumulator.add, accumulator.apply))
-        if freezes:
-            for method, arguments in ((add, (gradients(1),)), (apply, ())):
-                weight.requires_grad = False
-                with pytest.raises(ValueError, match="p0 has requires_grad=False, expected trainable parameters"):
-                    method(*arguments)
-                weight.requires_grad = True
-                assert int(accumulator.mini_step) == int(accumulator.update_step) == 0
-        add(gradients(1))
-        add(gradients(2))
-        apply()
-        ended.append(values(accumulator.weights))
-    assert difference(*ended) == 0
-    assert int(accumulator.update_step) == 1
+def by_hand(accumulate_step=2, **options):
+    parameter = Parameter(Tensor(np.zeros(2, np.float32)), name="w")
+    return Accumulator(nn.SGD([parameter], 1.0), accumulate_step, reduction="mean", **options)
 
 
-def test_print_says_where_an_accumulator_stands_but_not_while_it_is_compiled(monkeypatch):
-    """MindSpore takes `str` of what a graph uses. Control: without its `__name__`, an accumulator is read then."""
-    network = MLP()
-    made = Accumulator(nn.SGD(network.trainable_params(), 0.1), 4, reduction="mean")
-    read, said = [], Accumulator.__str__
-    monkeypatch.setattr(Accumulator, "__str__", lambda self: read.append(self) or said(self))
-
-    def compiled():
-        @ms.jit
-        def microbatch(x):
-            gradients = ()
-            for parameter in made.weights:
-                gradients = (*gradients, ops.ones_like(parameter))
-            return made(gradients, x.shape[0])
-
-        microbatch(Tensor(np.ones((3, 2), np.float32)))
-
-    compiled()
-    compiled()
-    assert read == []
-    assert str(made) == f"{made}" == ("Accumulator(4 microbatches a window, SGD, 2 of 4 in the open window, 0 updates, "
-                                      "0 of weight)")
-    made.flush()
-    assert str(made).endswith("0 of 4 in the open window, 1 update, 6 of weight)")
+ONE = (Tensor(np.ones(2, np.float32)),)
 
 
-def trained_by_hand(divided, **options):
-    """Parameters after four microbatches of two samples."""
-    network = MLP(seed=0)
-    accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.1), 4, **options)
-    loss = mean_loss(network)
+def test_close_flush_and_reset_on_the_host():
+    """`close` closes a full window and says so; `flush` one that is not full; `reset` drops it and counts nothing."""
+    accumulator = by_hand()
+    assert int(accumulator.add(ONE)) == 1
+    assert not accumulator.close()
+    assert int(accumulator.add(ONE, 3.0)) == 2
+    assert accumulator.close()
+    accumulator.add(ONE)
+    assert accumulator.flush()
+    assert not accumulator.flush()
+    accumulator.add(ONE)
+    accumulator.reset()
+    status = accumulator.status()
+    assert (status.update_step, status.mini_step, status.seen) == (2, 0, 5)
+    assert accumulator.weights[0].asnumpy().tolist() == [-2, -2]
 
-    def forward_fn(x, y):
-        return loss(x, y) / divided
 
-    grad_fn = ms.value_and_grad(forward_fn, None, accumulator.weights)
-    for x, y in batches([2] * 4):
-        accumulator(grad_fn(*tensors(x, y))[1], len(x) if options["reduction"] == "mean" else 1.0)
-    return values(network.trainable_params())
+def test_close_if_keeps_its_branch(mode):
+    accumulator = by_hand(9)
+
+    def step(condition):
+        accumulator.add(ONE)
+        return accumulator.close_if(condition)
+
+    step = compiled(step, mode)
+    assert [bool(step(Tensor(value))) for value in (False, True, False)] == [False, True, False]
+    assert accumulator.status()[:2] == (1, 1)
+    for condition, error in ((1.0, TypeError), (Tensor([True, False]), ValueError)):
+        with pytest.raises(error, match=r"condition .*give a bool Tensor of shape \(\)"):
+            accumulator.close_if(condition)
+    accumulator.reset()
 
 
-@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(("error", "message", "call"), [
+    (ValueError, r"grads holds 2 gradients, expected 1", lambda a: a(ONE * 2)),
+    (TypeError, r"grads is not a tuple", lambda a: a(ONE[0])),
+    (ValueError, r"the gradient of w has shape \(3,\), expected \(2,\)", lambda a: a((Tensor(np.ones(3, "f")),))),
+    (ValueError, r"weight is -1, expected a finite number >= 0", lambda a: a(ONE, -1)),
+    (TypeError, r"unexpected argument acumulate_step; did you mean accumulate_step\?",
+     lambda a: Accumulator(a.boundary.window.optimizer, 2, reduction="mean", acumulate_step=3)),
+    (ValueError, r"clip_norm is 0, expected a number > 0", lambda a: by_hand(clip_norm=0)),
+])
+def test_wrong_arguments_by_hand_change_nothing(error, message, call):
+    accumulator = by_hand()
+    with pytest.raises(error, match=message):
+        call(accumulator)
+    assert accumulator.status().trained == 0
+
+
 def test_how_a_loss_is_divided_must_be_said():
-    """The two forms train equally. Control: the wrong one makes an update four times as large."""
-    start = values(MLP(seed=0).trainable_params())
     with pytest.raises(TypeError, match="reduction"):
-        Accumulator(sgd(MLP()), 4)
-    mean, tutorial, wrong = (trained_by_hand(4, reduction="sum"), trained_by_hand(1, reduction="mean"),
-                             trained_by_hand(1, reduction="sum"))
-    assert difference(mean, tutorial) < 1e-6
-    moved = [[b - a for a, b in zip(start, after)] for after in (mean, wrong)]
-    assert difference([4 * one for one in moved[0]], moved[1]) < 1e-5
+        Accumulator(nn.SGD([Parameter(Tensor([0.0]), name="w")]), 4)
 
 
-class Counted(nn.Cell):
-    """A network that holds an accumulator's counter."""
-
-    def __init__(self, network):
-        super().__init__()
-        self.network = network
-        self.accumulator = (Accumulator(sgd(network), 2, reduction="mean"),)
-        self.updates = self.accumulator[0].update_step
+# --- buffers ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_counter_in_a_network_has_one_name_in_every_process():
-    """Whatever else was built. Control: beside a living accumulator of the same parameters, names have a number."""
-    others = [Accumulator(sgd(nn.Dense(3, 2)), 2, reduction="mean") for _ in range(3)]
-    first = Counted(MLP())
-    ms.save_checkpoint(first, "counted.ckpt")
-    beside = Counted(MLP())
-    assert re.fullmatch(r"accumulator\d+\.update_step", beside.updates.name)
-    assert len({accumulator.update_step.name for accumulator in (*others, *first.accumulator)}) == 4
-    del first, beside
-    gc.collect()
-    others.append(Accumulator(sgd(nn.Dense(3, 2)), 2, reduction="mean"))
-    network = Counted(MLP(seed=5))
-    assert ms.load_param_into_net(network, ms.load_checkpoint("counted.ckpt")) == ([], [])
+@pytest.mark.parametrize(("switch", "device", "dtype", "chosen"), [
+    ("1", "Ascend", ms.float32, "InPlace"), (None, "Ascend", ms.bfloat16, "OneByOne"),
+    (None, "Ascend", ms.float32, "Portable"), (None, "CPU", ms.float16, "Portable")])
+def test_kernels_in_place_run_only_where_they_are_asked_for(monkeypatch, switch, device, dtype, chosen):
+    monkeypatch.setattr(kernels.ms, "get_context", lambda _: device)
+    monkeypatch.delenv(kernels.SWITCH, raising=False)
+    if switch is not None:
+        monkeypatch.setenv(kernels.SWITCH, switch)
+    assert type(kernels.kernels_for((dtype,))).__name__ == chosen
+
+
+def test_scaling_one_by_one_is_scaling(mode):
+    """The kernels for 16 bits on Ascend, on CPU. NaN times 0 is 0."""
+    gradients, dtypes = (Tensor([3.0, np.nan]), Tensor([5.0, 7.0])), (ms.float32, ms.float32)
+    one_by_one, portable = kernels.OneByOne(), kernels.Portable()
+
+    def scaled(factor):
+        return (*one_by_one.scale(factor, gradients, dtypes), *portable.scale(factor, gradients, dtypes))
+
+    for factor in (2.0, 0.0):
+        found = [value.asnumpy().tolist() for value in compiled(scaled, mode)(Tensor(factor))]
+        assert str(found[:2]) == str(found[2:])
+        assert str(found[1]) == str([5 * factor, 7 * factor])
+    assert found[0] == [0, 0]
+
+
+@pytest.mark.parametrize("mode", [pytest.param("jit", marks=pytest.mark.slow), "pynative"], indirect=True)
+def test_dtypes_of_parameters_and_buffers(mode):
+    """Several microbatches in one function, which 16 bits must not lose; gradients in their parameters' dtypes."""
+    kinds = (ms.float16, [0.0]), (ms.float32, 0.0), (ms.float64, [0.0])
+    for asked_for, expected in ((None, [ms.float32, ms.float32, ms.float64]), (ms.float16, [ms.float16] * 3)):
+        parameters = [Parameter(Tensor(value, dtype), name=f"{asked_for}.{dtype}") for dtype, value in kinds]
+        optimizer = Counting(ParameterTuple(parameters))
+        accumulator = Accumulator(optimizer, 9, reduction="mean", buffer_dtype=asked_for)
+        assert [b.dtype for b in accumulator.window.buffers] == expected
+
+        def step(*gradients, accumulator=accumulator):
+            for factor in (1, 0.25, 0.25):
+                held = accumulator.add(tuple([gradient * factor for gradient in gradients]))
+            return held
+
+        ones = Tensor([0.1], ms.float16), Tensor(0.1, ms.float32), Tensor([0.1], ms.float64)
+        assert int(compiled(step, mode)(*ones)) == 3
+        assert accumulator.flush()
+        assert [seen.dtype for seen in optimizer.seen] == [dtype for dtype, _ in kinds]
+        assert [float(seen.asnumpy().item()) for seen in optimizer.seen] == pytest.approx([0.05] * 3, rel=2e-3)
+
+
+def test_buffers_that_the_cpu_cannot_add_to_are_refused():
+    """By the name of the argument. Control: parameters in bfloat16 with buffers in float32."""
+    def built(dtype, **options):
+        return Accumulator(nn.Momentum([Parameter(Tensor([1.0], dtype), name="w")], 0.1, 0.9), 2, reduction="sum",
+                           **options)
+
+    with pytest.raises(ValueError, match=r"^buffer_dtype is BFloat16, .*; leave buffer_dtype out$"):
+        built(ms.float32, buffer_dtype=ms.bfloat16)
+    assert built(ms.bfloat16).window.buffers[0].dtype == ms.float32
+
+
+def test_a_float16_buffer_stops_growing_as_numpys_sum_does():
+    """And a float32 buffer does not."""
+    def summed(dtype):
+        accumulator = by_hand(9999, buffer_dtype=dtype)
+        for _ in range(300):
+            accumulator.add((Tensor(np.full(2, 16.0, np.float32)),), 1.0)
+        found = accumulator.window.buffers[0].asnumpy()[0]
+        accumulator.reset()
+        return float(found)
+
+    with recorded_warnings():
+        numpys = np.float16(0)
+        for _ in range(300):
+            numpys = numpys + np.float16(16)
+        assert summed(ms.float16) == float(numpys)
+        assert summed(None) == 4800
+
+
+@pytest.mark.parametrize(("accumulate_step", "pieces", "most"), [
+    (513, 1, "513"), ({0: 2, 9: 600, 12: 4}, 1, "600"), (until_weight(9, at_most=700), 1, "700"), (200, 3, "200 x 3"),
+    (512, 1, None), (until_weight(512), 1, None), (128, 4, None)])
+def test_windows_too_long_for_16_bits_are_warned_of_once(accumulate_step, pieces, most):
+    """Control: float32 buffers."""
+    for dtype in (ms.float16, None):
+        optimizer = nn.SGD(nn.Dense(2, 1).trainable_params(), 0.1)
+        with recorded_warnings() as caught:
+            make_train_step(lambda x: x.mean(), optimizer, accumulate_step, pieces=pieces, buffer_dtype=dtype,
+                            eager=True)
+        said = [str(one.message) for one in caught if "buffer_dtype" in str(one.message)]
+        assert len(said) == (dtype == ms.float16 and most is not None)
+        assert all(f"windows may hold {most} gradients, expected at most 512 in 16 bits" in text for text in said)
+    with pytest.warns(UserWarning, match="may hold 65 gradients, expected at most 64"):
+        warn_of_lost_gradients(ms.bfloat16, LONGEST_SUM[ms.bfloat16] + 1)
+
+
+def test_sums_of_the_longest_window_are_not_far_off():
+    """The figure at `LONGEST_SUM`: 3 % for equal gradients; eight times as many lose more than a tenth."""
+    for dtype, bits in ((ms.float16, 11), (ms.bfloat16, 8)):
+        def rounded(value, bits=bits):
+            mantissa, exponent = np.frexp(value)
+            return np.ldexp(np.round(np.ldexp(mantissa, bits)), exponent - bits)
+
+        for times, least, most in ((1, 0.0, 0.035), (8, 0.1, 1.0)):
+            count, squares = times * LONGEST_SUM[dtype], []
+            for value in map(rounded, np.linspace(0.01, 0.02, 40)):
+                total = 0.0
+                for _ in range(count):
+                    total = rounded(total + value)
+                squares.append((total / (count * value) - 1) ** 2)
+            assert least <= np.sqrt(np.mean(squares)) < most

@@ -1,192 +1,173 @@
-"""The boundary: how often it reads the device. When windows close is in tests/runs/, by every driver."""
+"""The boundary: how often it reads the device, what it counts, what stays after an error, and who owns a step."""
+import gc
 import warnings
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import amp, nn, ops
-from support.modes import recorded_warnings
-from support.training import step_of
+from mindspore import Tensor, amp, ops
+from support.training import sgd
 
-from ms_accum import TrainOneStepCell, make_train_step, until_weight
-from ms_accum.core.boundary import Boundary
+from ms_accum import make_train_step, until_weight
+from ms_accum.core.window import BEGIN, CLOSE
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 from ms_accum.selftest.reads import counted_reads
 
 pytestmark = pytest.mark.core
 
+BATCH = tensors(np.ones((6, 6)), np.zeros(6))
 
-@pytest.fixture
-def reads():
-    """A list that grows with each value that the host reads from the device."""
-    with counted_reads() as made:
-        yield made
+
+def step_of(accumulate_step=2, eager=True, **options):
+    network = MLP()
+    return make_train_step(mean_loss(network), sgd(network), accumulate_step, eager=eager, **options)
 
 
 def counted(x, y):
     return (y >= 0).sum()
 
 
-def with_two(network):
-    def forward_fn(x, y):
-        logits = network(x)
-        return ops.cross_entropy(logits, y), ops.square(logits).mean()
-
-    return forward_fn
-
-
 @pytest.mark.parametrize(("expected", "options"), [
     (0, {"accumulate_step": 4}), (32, {"accumulate_step": until_weight(12)}),
-    (8, {"accumulate_step": 4, "on_nonfinite": "skip_microbatch", "max_skips": 3}),
+    (0, {"accumulate_step": 4, "on_nonfinite": "skip_window", "loss_scaler": amp.DynamicLossScaler(2.0, 2, 9)}),
     *(pytest.param(*one, marks=pytest.mark.slow) for one in (
         (0, {"accumulate_step": 4, "pieces": 2}), (0, {"accumulate_step": 1}), (0, {"accumulate_step": {0: 4, 3: 2}}),
         (0, {"accumulate_step": 4, "weight_fn": counted, "loss_reduction": "sum", "clip_norm": 1.0}),
-        (8, {"accumulate_step": 4, "on_nonfinite": "skip_window"}))),
+        (0, {"accumulate_step": 4, "on_nonfinite": "skip_microbatch"}))),
 ])
-def test_the_device_is_read_only_where_the_host_cannot_know(reads, expected, options):
-    """In 32 microbatches: never, or once a window, or at each microbatch until its weight is reached.
-
-    Control: a status is one read more.
-    """
-    network = MLP()
-    batch = tensors(np.ones((6, 6)), np.zeros(6))
-    train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), **options)
+def test_the_device_is_read_only_where_the_host_cannot_know(expected, options):
+    """In 32 microbatches: never, or at each microbatch until its weight is reached. Control: a function of `on_update`
+    where windows may be dropped is one read for each window. A read is of the counts and of the sums."""
+    train_step = step_of(eager=False, **options)
     for _ in range(8):
-        train_step(*batch)
-    reads.clear()
-    for _ in range(32):
-        train_step(*batch)
-    assert len(reads) == expected, reads
-    train_step.status()
-    assert len(reads) == expected + 1
+        train_step(*BATCH)
+    with counted_reads() as reads:
+        for _ in range(32):
+            train_step(*BATCH)
+    assert len(reads) == 2 * expected, reads
+    if train_step.boundary.window.drops:
+        train_step.on_update(lambda step: None)
+        with counted_reads() as reads:
+            for _ in range(32):
+                train_step(*BATCH)
+        assert len(reads) == 2 * 32 // 4
 
 
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize(("expected", "options"), [(3, {}), (7, {"on_nonfinite": "skip_microbatch"})])
-def test_with_several_losses_too(monkeypatch, expected, options):
-    """In an epoch of 16 microbatches: twice when it begins, and when it ends. (Batches are copied, which reads them.)
-    """
-    network, read, status = MLP(), [], vars(Boundary)["_status_of"]
-
-    def counting(self, numbers):
-        read.append(self)
-        return status(self, numbers)
-
-    def forward_fn(x, y):
-        logits = network(x)
-        return ops.cross_entropy(logits, y), ops.square(logits).mean()
-
-    monkeypatch.setattr(Boundary, "_status_of", counting)
-    train_step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.1), 4, losses=2, **options)
-    batch = tensors(np.ones((6, 6)), np.zeros(6))
-    for updates in (4, 8):
-        read.clear()
-        assert len(list(train_step.epoch([batch] * 16))) == 16
-        assert len(read) == expected
-        assert int(train_step.accumulator.update_step) == updates
-
-
-@pytest.mark.usefixtures("uncompiled")
 def test_status_says_where_a_window_stands():
-    """Of a train step and of its accumulator, in the middle of a window and behind it."""
-    network = MLP()
-    train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), 3, clip_norm=1.0)
-    for samples in (6, 4, 5, 2):
-        train_step(*tensors(np.ones((samples, 6)), np.zeros(samples)))
+    train_step, small = step_of(), tensors(*batches([3])[0])
+    train_step(*BATCH)
     status = train_step.status()
-    assert status == train_step.accumulator.status()
-    assert status[:7] == (1, 1, 2, 15, 0, 1, 15.0)
-    assert status.grad_norm == float(train_step.accumulator.grad_norm) > 0
-    assert ms.get_context("mode") == ms.PYNATIVE_MODE
+    assert (status.update_step, status.mini_step, status.trained, status.seen) == (0, 1, 1, 0)
+    loss = [train_step(*batch) for batch in (small, BATCH, small)]
+    status = train_step.status()
+    assert (status.update_step, status.mini_step, status.closed_windows, status.trained) == (2, 0, 2, 4)
+    assert (status.seen, status.weight, status.skipped, status.empty_windows) == (18, 9, 0, 0)
+    assert status.loss == pytest.approx((6 * float(loss[1]) + 3 * float(loss[2])) / 9, rel=1e-5)
+    assert np.isnan(status.grad_norm)
+    assert (train_step.updated, train_step.update_step) == (True, 2)
 
 
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("accumulate_step", [1, 3])
-def test_a_load_that_is_interrupted_is_refused_by_the_next_call(accumulate_step):
-    """A step that counted down reads the device again, although it had nothing to ask. Control: after a reset."""
-    network = MLP()
-    batch = tensors(np.ones((6, 6)), np.zeros(6))
-    train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), accumulate_step)
+def test_too_many_dropped_windows_raise_an_error_until_a_reset():
+    """Where counters are read. Control: as many as are allowed."""
+    nothing = tensors(np.full((6, 6), np.nan), np.zeros(6))
+    train_step = step_of(1, on_nonfinite="skip_window", max_skips=2)
     for _ in range(2):
-        train_step(*batch)
-    with pytest.raises(KeyboardInterrupt), train_step.boundary.loading(True):
-        raise KeyboardInterrupt
-    with pytest.raises(RuntimeError, match="stopped an update, so it may have changed only some of the"):
-        train_step(*batch)
-    train_step.accumulator.reset()
-    train_step(*batch)
+        train_step(*nothing)
+    assert not train_step.flush()
+    train_step(*nothing)
+    for call in (train_step.flush, lambda: next(train_step.epoch([BATCH]))):
+        with pytest.raises(RuntimeError, match=r"3 windows in a row were dropped \(3 skips in all\).*max_skips=2"):
+            call()
+    assert (train_step.status().skipped, train_step.updated) == (3, False)
+    train_step.reset()
+    train_step(*BATCH)
+    assert not train_step.flush()
+    assert (train_step.status().skipped_in_row, train_step.update_step) == (0, 1)
 
 
-def skipping_step(driver, loss_scale=None, **options):
-    """A step or a cell that skips what is not finite."""
-    network = MLP()
-    if loss_scale is not None:
-        options["loss_scaler"] = amp.StaticLossScaler(loss_scale)
-    optimizer = nn.SGD(network.trainable_params(), 0.1)
-    if driver == "cell":
-        return TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), optimizer, 1, **options)
-    return make_train_step(mean_loss(network), optimizer, 1, **options)
+def test_a_mark_that_stays_says_what_was_not_finished():
+    """A part of a microbatch: everything but a reset raises an error, and the place goes back to where the window
+    began. A part of an update: a reset drops the window. Control: no mark."""
+    for mark, message in ((BEGIN, "stopped a microbatch, .*call reset"), (CLOSE, "stopped an update or a load")):
+        train_step = step_of(3)
+        for _ in range(5):
+            train_step(*BATCH)
+        assert train_step.status().mini_step == 2
+        ops.assign_add(train_step.boundary.window.counts, mark)
+        train_step.boundary.missing = None  # as after an error or an interrupt
+        for call in (train_step.status, train_step.flush, lambda step=train_step: step(*BATCH),
+                     lambda step=train_step: next(step.epoch([BATCH]))):
+            with pytest.raises(RuntimeError, match=message):
+                call()
+        train_step.reset()
+        assert train_step.status()[:2] == (1, 0)
+        assert train_step.trained == (3 if mark is BEGIN else 5)
+        assert not train_step.boundary.window.buffers[0].asnumpy().any()
+        train_step(*BATCH)
+        assert train_step.flush()
 
 
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize(("driver", "options", "noun"), [
-    ("step", {"on_nonfinite": "skip_window"}, "windows"), ("cell", {"on_nonfinite": "skip_window"}, "windows"),
-    *(pytest.param("step", *one, marks=pytest.mark.slow) for one in (
-        ({"on_nonfinite": "skip_microbatch"}, "microbatches"), ({"loss_scale": 2.0}, "windows")))])
-def test_many_skips_in_a_row_are_warned_of_once(driver, options, noun):
-    """After ten: a cell, which does not read the device, says it in its flush. Not after nine, nor with `max_skips`."""
-    batch = tensors(np.full((6, 6), np.nan), np.zeros(6))
-    step = skipping_step(driver, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        for _ in range(9):
-            step(*batch)
-        step.flush()
-    with recorded_warnings() as warned:
-        for _ in range(12 if driver == "step" else 1):
-            step(*batch)
-        step.flush()
-    said, = [str(warning.message) for warning in warned if warning.category is UserWarning]
-    assert said.startswith(f"10 {noun}")
-    assert "in a row were skipped" in said
-    assert "give max_skips=10" in said
-    step = skipping_step(driver, max_skips=100, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        for _ in range(12):
-            step(*batch)
-        step.flush()
+def test_an_interrupt_between_a_microbatch_and_its_close_loses_nothing(monkeypatch):
+    """The next call closes the window first. Control: without the interrupt."""
+    ended = []
+    for interrupts in (False, True):
+        train_step = step_of()
+        train_step(*BATCH)
+        if interrupts:
+            with monkeypatch.context() as patch:
+                patch.setattr(type(train_step.boundary), "close", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    train_step(*BATCH)
+        else:
+            train_step(*BATCH)
+        train_step(*BATCH)
+        assert train_step.status()[:2] == (1, 1)
+        ended.append(train_step.optimizer.parameters[0].asnumpy())
+        train_step.reset()
+    assert (ended[0] == ended[1]).all()
 
 
-SKIPS = {"on_nonfinite": "skip_window"}
+def interrupted(boundary):
+    raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("context", "value", "options", "warns"), [
-    ("graph", np.nan, SKIPS, 1), *(pytest.param(context, *one, marks=pytest.mark.slow) for context, one in (
-        ("graph", (1.0, SKIPS, 0)), ("graph", (np.nan, {}, 0)), ("pynative", (np.nan, SKIPS, 1))))])
-def test_a_cell_warns_of_many_skips_at_its_64th_microbatch(mode_named, context, value, options, warns):
-    """It does not read the device before. Controls: the microbatches before and behind it; finite batches, and a cell
-    that skips nothing, say nothing.
-    """
-    mode_named(context)
-    cell, batch, said = skipping_step("cell", **options), tensors(np.full((6, 6), value), np.zeros(6)), []
-    for calls in (63, 1, 64):
-        with recorded_warnings() as warned:
-            for _ in range(calls):
-                cell(*batch)
-        said.append(sum("64 windows in a row were skipped" in str(warning.message) for warning in warned))
-    assert said == [0, warns, 0]
+def test_new_memory_of_a_parameter_or_a_rate_is_noticed():
+    """At a flush and where an epoch begins. Control: a value that is assigned."""
+    for of in ("parameter", "rate"):
+        train_step = step_of()
+        optimizer = train_step.optimizer
+        changed = optimizer.parameters[0] if of == "parameter" else optimizer.learning_rate
+        list(train_step.epoch([BATCH] * 2))
+        ops.assign(changed, changed * 0.5)
+        assert not train_step.flush()
+        changed.set_data(Tensor(changed.asnumpy() * 2))
+        for call in (train_step.flush, lambda step=train_step: next(step.epoch([BATCH]))):
+            with pytest.raises(RuntimeError, match=rf"^{changed.name} was given new memory .*ops\.assign"):
+                call()
 
 
-@pytest.mark.parametrize(("updates", "called"), [(9, [10]), (8, [])])
-def test_a_full_window_that_is_closed_late_is_counted_from_the_devices_count(updates, called):
-    """As after a load or an interrupt. Control: another count calls nothing."""
-    step, seen = step_of(2), []
-    step.on_update(lambda: seen.append(step.status().update_step), every=10)
-    step(*tensors(*batches([4])[0]))
-    ops.assign(step.accumulator.mini_step, 2)
-    ops.assign(step.accumulator.update_step, updates)
-    step.boundary.forget()
-    step.boundary.ask()
-    assert seen == called
-    assert step.status()[:2] == (updates + 1, 0)
+def test_a_window_that_is_lost_is_reported_when_its_step_is_collected():
+    """Control: not if the window was applied or reset."""
+    for end, lost in ((lambda step: None, 1), (lambda step: step.flush(), 0), (lambda step: step.reset(), 0)):
+        train_step = step_of()
+        train_step(*BATCH)
+        end(train_step)
+        gc.collect()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del train_step
+            gc.collect()
+        said = [str(warning.message) for warning in caught if "is lost" in str(warning.message)]
+        assert len(said) == lost
+        assert all("of first.weight that holds 1 microbatches" in text for text in said)
+
+
+def test_state_is_four_parameters_and_one_buffer_for_each_parameter():
+    """Names are unique in a process, so that two accumulators may be in one graph."""
+    steps = [step_of(), step_of()]
+    windows = [step.boundary.window for step in steps]
+    assert [b.shape for b in windows[0].buffers] == [p.shape for p in steps[0].optimizer.parameters]
+    state = [(w.counts, w.sums, w.seen, w.zero) for w in windows]
+    assert len({p.name for of in state for p in of}) == 8
+    assert (state[0][0].dtype, state[0][1].dtype, state[0][2].dtype) == (ms.int32, ms.float32, ms.int64)
+    assert len(step_of(1).boundary.window.buffers) == 0
