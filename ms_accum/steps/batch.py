@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import is_dataclass
 from functools import partial
 from numbers import Number
-from typing import TYPE_CHECKING, Any, Optional, Union, overload
+from typing import TYPE_CHECKING, Any, Optional, Union
 
 import mindspore as ms
 import numpy as np
@@ -46,17 +46,6 @@ def as_tensors(values: Iterable) -> tuple:
     return tuple(map(_as_tensor, values))
 
 
-def copied(value: Any) -> Any:
-    """Return a copy of a Tensor, so that the caller may fill it again, and any other value unchanged.
-
-    On CPU, `Tensor.copy` takes 5 to 20 times as long as NumPy (2.10), and `copy.deepcopy` shares the memory.
-    """
-    if not isinstance(value, Tensor):
-        return value
-    on_host = ms.get_context("device_target") == "CPU" and value.dtype != ms.bfloat16
-    return Tensor(value.asnumpy()) if on_host else value.copy()
-
-
 def require_batched(batches: Any) -> None:
     """Raise ValueError for a `mindspore.dataset`, or an iterator of one, without a batch operation.
 
@@ -86,18 +75,15 @@ def _as_tensor(value: Any) -> Any:
 
 
 def named_values(function: Callable, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the named arguments for graphs, without those that are None: graph mode cannot pass None by name.
+    """Return the named arguments for graphs, without those that are None: graph mode cannot pass None or str by name.
 
-    Raises:
-        TypeError: If the call would change without the None, or an argument is a str.
+    Raise TypeError if the call would change without them.
     """
     for name, value in named.items():
-        if value is None and getattr(_parameters(function).get(name), "default", None) is not None:
-            raise TypeError(f"{name} is None, expected a Tensor: a compiled step cannot get None by name; give the "
-                            f"parameter {name} the default None")
-        if isinstance(value, str):
-            raise TypeError(f"{name} is a str, expected a Tensor: a compiled step cannot get a str by name; leave it "
-                            "out, or bind it with functools.partial")
+        default = getattr(_parameters(function).get(name), "default", None)
+        if isinstance(value, str) or (value is None and default is not None):
+            raise TypeError(f"{name} is {value!r}, expected a Tensor: a compiled step cannot get it by name; give the "
+                            "parameter this default and leave it out, or bind it with functools.partial")
     return {name: value for name, value in named.items() if value is not None}
 
 
@@ -131,28 +117,15 @@ def positions_of(cell: nn.Cell) -> tuple[str, int, int]:
             LARGEST_INT32 if takes_all else len(named))
 
 
-@overload
-def positional(name: str, function: None, count: int = 0, names: tuple[str, ...] = ()) -> None: ...
-
-
-@overload
-def positional(name: str, function: Callable, count: int = 0, names: tuple[str, ...] = ()) -> Callable: ...
-
-
-def positional(
-    name: str,
-    function: Optional[Callable],
-    count: int = 0,
-    names: tuple[str, ...] = (),
-) -> Optional[Callable]:
+def positional(name: str, function: Any, count: int = 0, names: tuple[str, ...] = ()) -> Any:
     """Wrap `function` so that graph mode can call it with the whole batch by position.
 
     It also unpacks a `functools.partial`: graph mode does not know what a partial returns.
 
     Args:
         name: Name of `function` in errors.
-        function: A function, Cell or `functools.partial`. It gets the arguments of `names` that are in its signature,
-            or all if it has `**kwargs`. None is returned unchanged.
+        function: A function, Cell or `functools.partial`. A `weight_fn` gets the arguments of `names` that are in its
+            signature, or all if it has `**kwargs`. None is returned unchanged.
         count: Number of arguments in the batch.
         names: Names of the last arguments, which were given by name.
 
@@ -181,14 +154,11 @@ def positional(
 
 def _taken(name: str, function: Callable, positions: int, names: tuple[str, ...]) -> tuple[str, ...]:
     """Return the `names` that are in the signature of `function`. Raise TypeError if the batch does not fit."""
-    signature = inspect.Signature(list(_parameters(function).values()))
-    parameters = signature.parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    taken = tuple(n for n in names if takes_all or n in parameters)
+    signature = inspect.Signature([*_parameters(function).values()])
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    taken = tuple(n for n in names if takes_all or n in signature.parameters)
     try:
-        signature.bind(*[None] * positions, **dict.fromkeys(taken))
-        if name != "weight_fn" and taken != names:
-            raise TypeError(f"got an unexpected argument {next(n for n in names if n not in taken)!r}")
+        signature.bind(*[None] * positions, **dict.fromkeys(taken if name == "weight_fn" else names))
     except TypeError as error:
         given = ", ".join([*([f"{positions} by position"] if positions else []), *names])
         loss = _MISSING_LOSS["forward_fn"] if name == "forward_fn" and isinstance(function, nn.Cell) else ""
@@ -209,11 +179,15 @@ def layout(batch: tuple, batch_axis: int = 0, eager: bool = False) -> tuple[int,
 
     `eager`: whether it runs op by op, where a batch may hold any object. Only Tensors of numbers are cut.
     """
-    kinds = tuple([_kind(argument) for argument in batch])
+    ranks = tuple([_rank(argument) for argument in batch])
     if eager:
-        kinds = tuple([None if isinstance(kind, str) or getattr(argument, "dtype", None) == ms.string else kind
-                       for kind, argument in zip(kinds, batch)])
-    return _layout(kinds, batch_axis)
+        ranks = tuple([rank if isinstance(rank, int) and argument.dtype != ms.string else None
+                       for rank, argument in zip(ranks, batch)])
+    place = _place(ranks, batch_axis)
+    axes = [axis_of(argument.ndim, batch_axis) if rank else None for rank, argument in zip(ranks, batch)]
+    lengths = [None if axis is None else argument.shape[axis] for argument, axis in zip(batch, axes)]
+    samples: Any = lengths[place]
+    return samples, tuple([axis if length == samples else None for axis, length in zip(axes, lengths)])
 
 
 def samples_in_graph(batch: tuple, batch_axis: int = 0) -> Scalar:
@@ -223,23 +197,14 @@ def samples_in_graph(batch: tuple, batch_axis: int = 0) -> Scalar:
 
 
 def _rank(argument: Any) -> Union[int, str, None]:
+    """Return the number of axes of a Tensor, an error message for what holds some, or None for a plain value."""
     if isinstance(argument, Tensor):
         return argument.ndim
     return _NESTED if isinstance(argument, (tuple, list, dict)) else None
 
 
-def _layout(kinds: tuple, batch_axis: int) -> tuple[int, Cut]:
-    """Compute `layout`. `kinds` holds for each argument its shape, an error message, or None for a plain value."""
-    ranks = tuple([len(kind) if isinstance(kind, tuple) else kind for kind in kinds])
-    place = _place(ranks, batch_axis)
-    axes = [axis_of(rank, batch_axis) if rank else None for rank in ranks]
-    lengths = [None if axis is None else kind[axis] for kind, axis in zip(kinds, axes)]
-    samples: Any = lengths[place]
-    return samples, tuple([axis if length == samples else None for axis, length in zip(axes, lengths)])
-
-
 def _place(ranks: tuple, batch_axis: int) -> int:
-    """Return the place of the first Tensor with axes. `ranks`: for each argument its number of axes, or as above."""
+    """Return the place of the first Tensor with axes. `ranks`: what `_rank` returns for each argument."""
     wrong = next((rank for rank in ranks if isinstance(rank, str)), None)
     if wrong is not None:
         # Graph mode would take the Tensors inside a tuple for constants, and compile again for each batch.
@@ -253,12 +218,6 @@ def _place(ranks: tuple, batch_axis: int) -> int:
 
 
 _constant_place = constexpr(_place)
-
-
-def _kind(argument: Any) -> Union[tuple, str, None]:
-    if isinstance(argument, Tensor):
-        return argument.shape
-    return _NESTED if isinstance(argument, (tuple, list, dict)) else None
 
 
 def checked_pieces(pieces: object) -> int:
@@ -374,10 +333,8 @@ def raise_wrong_result(returned: Any, is_none: bool, name: str, expected: str) -
     kind, remedy = type(returned).__name__, ""
     got = "None" if is_none else "a number" if returned is None else f"a value of type {kind}"
     if isinstance(returned, tuple):
-        got, remedy = f"{len(returned)} values", _WITH_LOSS
-        if name != NETWORK:
-            remedy = ("; give has_aux=True if it returns (loss, aux), has_weight=True if it returns (loss, weight), "
-                      "losses=2 if it returns two losses")
+        got, remedy = f"{len(returned)} values", _WITH_LOSS if name == NETWORK else (
+            "; give has_aux=True if it returns (loss, aux), has_weight=True if it returns (loss, weight)")
     elif type(returned) is dict:
         remedy = '; return its entry for the loss, e.g. outputs["loss"]'
     elif isinstance(returned, Mapping) or is_dataclass(returned):
@@ -388,38 +345,22 @@ def raise_wrong_result(returned: Any, is_none: bool, name: str, expected: str) -
     raise TypeError(f"{name} returned {got}, expected {expected}{_NO_RETURN if is_none else remedy}")
 
 
-@constexpr
-def require_one_weight(length: Optional[int]) -> bool:
-    """Raise ValueError for a tuple of weights."""
-    if length is not None:
-        raise ValueError(f"weight_fn returned a tuple of {length}, expected one number or Tensor; give losses={length} "
-                         f"to make_train_step if forward_fn returns {length} losses, each with a weight of its own")
-    return True
-
-
 def checked_aux(aux: Any, rows: int, batch_axis: int) -> Any:
     """Return the aux of a piece. Raise TypeError or ValueError if it cannot be joined to that of other pieces."""
-    values = aux if isinstance(aux, tuple) else (aux,)
-    require_aux_values(len(values))
-    for value in values:
-        require_aux_shape(value.shape if isinstance(value, Tensor) else None, rows, batch_axis)
+    shapes = ()  # type: tuple
+    for value in aux if isinstance(aux, tuple) else (aux,):
+        shapes = (*shapes, value.shape if isinstance(value, Tensor) else None)
+    require_aux(shapes, rows, batch_axis)
     return aux
 
 
 @constexpr
-def require_aux_values(count: int) -> bool:
-    """Raise ValueError for an empty aux: there is nothing to join."""
-    if count == 0:
-        raise ValueError("forward_fn returned an empty aux; return the loss alone, without has_aux=True")
-    return True
-
-
-@constexpr
-def require_aux_shape(shape: Optional[tuple], rows: int, batch_axis: int) -> bool:
-    """Raise an error for aux that is neither a scalar nor a value per sample: it cannot be joined."""
+def require_aux(shapes: tuple, rows: int, batch_axis: int) -> bool:
+    """Raise an error for aux that is neither scalars nor values per sample."""
     remedy = "return Tensors of shape () or with one row for each sample, or give pieces=1"
-    if shape is None:
+    if not shapes or None in shapes:
         raise TypeError(f"forward_fn returned aux that is neither a Tensor nor a tuple of Tensors; {remedy}")
-    if len(shape) and shape[axis_of(len(shape), batch_axis)] != rows:
-        raise ValueError(f"forward_fn returned aux of shape {tuple(shape)} for a piece of {rows} samples; {remedy}")
+    for shape in shapes:
+        if len(shape) and shape[axis_of(len(shape), batch_axis)] != rows:
+            raise ValueError(f"forward_fn returned aux of shape {tuple(shape)} for a piece of {rows} samples; {remedy}")
     return True

@@ -10,7 +10,7 @@ from mindspore import Tensor, ops
 from ..core.stream import Stream
 from ..core.window import Window
 from ..tensors import Scalar, as_tensor, as_weight, cast
-from .batch import RETURNS, checked_loss, parted, require_one_weight
+from .batch import RETURNS, checked_loss, parted
 
 
 class Functions(NamedTuple):
@@ -49,9 +49,7 @@ def weighed(functions: Functions) -> Callable:
     def weigh(rows: Scalar, piece: tuple) -> tuple:
         if weight_fn is None:  # with `has_weight`, the forward pass returns the weight
             return 1.0 if has_weight else as_weight(rows), piece
-        weight, later = weight_fn(*piece), ()  # type: Any, tuple
-        require_one_weight(len(weight) if isinstance(weight, (tuple, list)) else None)
-        weight = as_weight(weight)
+        weight, later = as_weight(weight_fn(*piece)), ()  # type: Any, tuple
         for value in piece:
             later = (*later, ops.depend(value, weight) if isinstance(value, Tensor) and isinstance(weight, Tensor)
                      else value)

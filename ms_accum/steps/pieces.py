@@ -84,19 +84,18 @@ def _piece(train: Callable, compiled: Compile, rows: int, cut: Cut, has_aux: boo
 def looked_at(look: Callable, compiled: Compile, samples: int, cut: Cut, pieces: int, batch_axis: int, is_dynamic: bool
               ) -> Callable:
     """Return `(*batch) -> (sum of weight * loss, weight)`: float32 `(2,)`, without training."""
+    def summed(rows: Any, piece: tuple, after: Tensor) -> tuple:
+        found = look(rows, piece, after)
+        weight = as_tensor(found[1])
+        return stack((multiply_no_nan(found[0], weight), weight)), 0, ()
+
     if pieces == 1:
-        def step(*batch: Any) -> Tensor:
-            rows = samples_in_graph(batch, batch_axis) if is_dynamic else samples  # type: Any
-            found = look(rows, batch, END)
-            weight = as_tensor(found[1])
-            return stack((multiply_no_nan(found[0], weight), weight))
-        return compiled(step)
+        return whole(summed, compiled, samples, False, batch_axis, is_dynamic)
     starts = starts_of(samples, pieces)
     sizes = {rows: _piece(look, compiled, rows, cut, False, batch_axis) for _, rows in starts}
-    zero = Tensor(np.zeros(2), ms.float32)
 
     def each(*batch: Any) -> Tensor:
-        totals = zero
+        totals = Tensor(np.zeros(2), ms.float32)
         for start, rows in starts:
             totals = sizes[rows](Tensor(start, ms.int32), END, totals, *batch)[0]
         return totals

@@ -50,25 +50,18 @@ class Inputs:
                  for value, declared, column in zip(arguments[first:], self.declared, self.columns)]
         return (*arguments[:first], *batch)
 
-    def undeclared(self, arguments: tuple) -> tuple:
-        """Return the shapes of the columns of which nothing is declared: graphs are compiled for each of them."""
-        batch = arguments[len(arguments) - len(self.declared):]
-        return tuple([getattr(value, "shape", None) for value, given in zip(batch, self.declared) if given is None])
-
 
 def required(value: Any, declared: Tensor, column: object) -> Tensor:
     """Return what is declared of a column. Raise TypeError or ValueError for a value that contradicts it."""
     shape, dtype = declared.shape, str(declared.dtype).lower()
-    expected = f"the declared {dtype} of shape ({', '.join('None' if n < 0 else str(n) for n in shape)})"
-    if not isinstance(value, Tensor):
-        raise TypeError(f"column {column} of the batch is of type {type(value).__name__}, expected {expected}; leave "
-                        "it out of the declaration")
-    if value.dtype != declared.dtype:
-        raise TypeError(f"column {column} of the batch is of {str(value.dtype).lower()}, expected {expected}; declare "
-                        "the dtype that batches have")
+    got = f"{str(value.dtype).lower()} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    said = (f"column {column} of the batch is {got}, expected the declared {dtype} of shape "
+            f"({', '.join('None' if n < 0 else str(n) for n in shape)}); declare the dtype and lengths that batches "
+            "have, None for each length that changes, or leave the column out")
+    if not isinstance(value, Tensor) or value.dtype != declared.dtype:
+        raise TypeError(said)
     if len(shape) != value.ndim or any(n not in (-1, given) for n, given in zip(shape, value.shape)):
-        raise ValueError(f"column {column} of the batch has shape {tuple(value.shape)}, expected {expected}; give None "
-                         "in the declaration for each length that changes")
+        raise ValueError(said)
     return declared
 
 
@@ -79,16 +72,12 @@ class Shapes:
         function: What takes the batch, and may declare its shapes: a function or a Cell.
         name: Name of `function` in messages.
         takes_any: Whether no graph has to know the number of samples.
-
-    Attributes:
-        compiled: The shapes for which graphs were compiled, and what stands for those that graphs take alike.
-        seconds: The time of the first call for each.
     """
 
     def __init__(self, function: Callable, name: str, takes_any: bool = False) -> None:
         self.function, self.name, self.takes_any = function, name, takes_any
-        self.compiled: set[object] = set()
-        self.seconds = 0.0
+        self._compiled: set[object] = set()
+        self._seconds = 0.0
         self._inputs: dict[tuple, Inputs] = {}
 
     def declared(self, columns: int, names: tuple[str, ...] = ()) -> Inputs:
@@ -134,17 +123,14 @@ class Shapes:
 
     def note(self, shapes: object, seconds: float) -> None:
         """Note the time of the first call for some shapes, in which graphs were compiled. Warn when there are many."""
-        self.compiled.add(shapes)
-        self.seconds += seconds
-        if len(self.compiled) == _MANY:
-            warn(_HINT.format(_MANY, self.seconds, self._remedy()), UserWarning, stacklevel=2)
+        self._compiled.add(shapes)
+        self._seconds += seconds
+        if len(self._compiled) == _MANY:
+            warn(_HINT.format(_MANY, self._seconds, self._remedy()), UserWarning, stacklevel=2)
 
     def _remedy(self) -> str:
         others = [str(column) for inputs in self._inputs.values() if any(given is not None for given in inputs.declared)
                   for column, given in zip(inputs.columns, inputs.declared) if given is None]
-        return f"of {', '.join(dict.fromkeys(others))}, too, " * bool(others) + self._way()
-
-    def _way(self) -> str:
-        if isinstance(self.function, nn.Cell):
-            return f"by set_inputs of {type(self.function).__name__}"
-        return f"with mindspore.enable_dynamic on {self.name}"
+        way = (f"by set_inputs of {type(self.function).__name__}" if isinstance(self.function, nn.Cell) else
+               f"with mindspore.enable_dynamic on {self.name}")
+        return f"of {', '.join(dict.fromkeys(others))}, too, " * bool(others) + way

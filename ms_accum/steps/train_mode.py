@@ -35,30 +35,29 @@ _LAYERS = ("Dropout", "BatchNorm", "SyncBatchNorm")  # names of classes, in `min
 class TrainMode:
     """Watch the mode of all layers of a step's networks.
 
+    Raise ValueError if a network holds another Parameter with the name of a trained one, or if the networks have
+    trainable parameters, but none that is trained: all gradients would be 0.
+
     Args:
         functions: What the graphs call; the first one is that of the user.
-        weights: The parameters that are trained.
+        parameters: Those that are trained.
         networks: The networks, if they are given; else those that the functions name.
 
     Attributes:
         layers: The layers; `dependent`: those of Dropout and BatchNorm. If `training` of one of these changes, graphs
             must be compiled again.
-
-    Raises:
-        ValueError: If a network holds another Parameter with the name of a trained one, or if the networks have
-            trainable parameters, but none that is trained: all gradients would be 0.
     """
 
-    def __init__(self, functions: Sequence[Callable], weights: Sequence[Parameter],
+    def __init__(self, functions: Sequence[Callable], parameters: Sequence[Parameter],
                  networks: Sequence[nn.Cell] = ()) -> None:
         self._networks = networks or networks_of(functions)
-        require_same_parameters(self._networks, weights)
-        self._trained = {id(p) for p in weights}
+        require_same_parameters(self._networks, parameters)
+        self._trained = {id(p) for p in parameters}
         self._name = getattr(functions[0], "__name__", "forward_fn")
         held = {id(p) for network in self._networks for p in network.get_parameters()}
-        unseen = [p.name for p in weights if id(p) not in held]
+        unseen = [p.name for p in parameters if id(p) not in held]
         own = dict.fromkeys(type(network).__name__ for network in self._networks if network.trainable_params())
-        if own and len(unseen) == len(weights):
+        if own and len(unseen) == len(parameters):
             raise ValueError(_FOREIGN.format(unseen[0], self._name, ", ".join(own)))
         self._unseen = None if networks else next(iter(unseen), None)
         self._seen: set[tuple[bool, ...]] = set()
@@ -152,9 +151,9 @@ def _named_by(function: Any) -> list[object]:
     return [owner, *closure, *(plain.__defaults__ or ()), *(plain.__kwdefaults__ or {}).values(), *values]
 
 
-def require_same_parameters(networks: Iterable[nn.Cell], weights: Iterable[Parameter]) -> None:
+def require_same_parameters(networks: Iterable[nn.Cell], parameters: Iterable[Parameter]) -> None:
     """Raise ValueError if another network is trained that has the same names: this one would get no gradient."""
-    trained = {p.name: p for p in weights}
+    trained = {p.name: p for p in parameters}
     for parameter in (p for network in networks for p in network.get_parameters()):
         if trained.get(parameter.name, parameter) is not parameter:
             raise ValueError(_SAME_NAME.format(parameter.name))

@@ -110,12 +110,8 @@ class TrainStep(Uncopied):
     def __call__(self, *batch: Any, **named: Any) -> Any:
         """Train on one microbatch and return its loss, or `(loss, aux)`.
 
-        The arguments are those of `forward_fn`, by position or by name: Tensors or NumPy arrays.
-
-        Raises:
-            TypeError: If an argument is a tuple, list or dict, or `forward_fn` has no parameter of that name.
-            ValueError: If no argument is a Tensor with axes, or (when the graph is compiled) the loss has axes.
-            RuntimeError: If an error left a part of a batch in the open window, or stopped an update.
+        The arguments are those of `forward_fn`, by position or by name: Tensors or NumPy arrays. Raise RuntimeError if
+        an error or an interrupt left a part of a batch in the open window (`reset()` drops it), or stopped an update.
         """
         self.boundary.turn += 1
         return self._train(as_tensors(batch), named)
@@ -128,14 +124,13 @@ class TrainStep(Uncopied):
                     ...
 
         The incomplete last window is applied before the last loss is yielded, so that it also happens in
-        `zip(data, train_step.epoch(data))`, and `updated` is true then. So one batch is read ahead: a generator sees
-        the body of the loop one batch late, and `break` on an iterator that is shared loses that batch. An error while
-        reading is raised after the loss of the previous batch was yielded.
+        `zip(data, train_step.epoch(data))`. So one batch is read ahead: a generator sees the body of the loop one batch
+        late, and `break` on an iterator that is shared loses that batch. An error while reading is raised after the
+        loss of the previous batch was yielded.
 
         The loop owns the step: after a call of the step, another loop or a load, it raises an error at its next batch.
         In its body, read, evaluate, log, save, set the rate, `flush()`, or `reset()` a bad window. `break` finishes no
-        epoch: `itertools.islice` limits one. With several ranks, the numbers of batches may differ: a rank that runs
-        out of data takes part in the windows of the others, with weight 0.
+        epoch: `itertools.islice` limits one. With several ranks, the numbers of batches may differ.
 
         Args:
             batches: A batched `mindspore.dataset`, or any iterable of Tensors, tuples, lists or dicts: those of the
@@ -188,10 +183,9 @@ class TrainStep(Uncopied):
         self.boundary.end_epoch()
 
     def flush(self) -> bool:
-        """Apply the incomplete window if one is open. Return whether there was one.
+        """Apply the incomplete window if one is open. Return whether there was one. `epoch` calls it at its end.
 
         With several ranks, every rank calls it: each takes part in the windows of the others until no rank has data.
-        `epoch` calls it at its end.
         """
         return self.boundary.flush()
 
@@ -213,17 +207,14 @@ class TrainStep(Uncopied):
             def save(train_step):
                 save_checkpoint("run.safetensors", network, train_step)
 
-        With several ranks, all of them call it after the same update. It is not called for a window that was dropped.
-        What it raises is raised by the call that updated, and the microbatch and its update stand. It owns the step: a
-        call of the step or a load in it raises an error, from the call that updated, when all functions have returned.
+        It is not called for a window that was dropped. What it raises is raised by the call that updated, and the
+        microbatch and its update stand. It owns the step: a call of the step or a load in it raises an error, from the
+        call that updated, when all functions have returned.
 
         Args:
-            function: Called with the train step. A `WindowLog` is called before other functions; these are called in
-                the order in which they were given.
+            function: Called with the train step; first a `WindowLog`, then the others in the order in which they were
+                given.
             every: Call it only if the number of updates is a multiple of this.
-
-        Raises:
-            TypeError: If the function does not take one argument.
         """
         instance_of("function", function, Callable, "a function of the train step")
         require_callable_with_step(function)
@@ -276,12 +267,8 @@ class TrainStep(Uncopied):
             train_step.learning_rate *= 0.1
 
         If groups of parameters have rates of their own, it is a tuple in the order of the groups. (In MindSpore's `nn`
-        optimizers, groups without one share a rate.) Set a tuple, or one number for all. After the last rate of a list
-        it is NaN. With several ranks, set the same on all of them. It waits for the device.
-
-        Raises:
-            TypeError, ValueError: If what is set is not a number >= 0, or a tuple of as many; if it is set for a
-                schedule or a list of rates; if the optimizer has none.
+        optimizers, groups without one share a rate.) Set a tuple, or one number for all; a schedule or a list of rates
+        cannot be set. After the last rate of a list it is NaN. It waits for the device.
         """
         return self.boundary.rates.next()
 
@@ -304,21 +291,16 @@ class TrainStep(Uncopied):
                     ...
                 print(train_step.evaluate(validation_data))
 
-        It is the loss of the undivided data, also where batches differ in size or in tokens: a mean of the batches'
-        means is not. The networks compute in evaluation mode (no Dropout, fixed statistics of BatchNorm); then each
-        layer is in its own mode again. Nothing else changes: an open window, counters and the place in an epoch stay.
-        A batch is cut into as many pieces as in training. It may be called at any time, also in `on_update`.
-
-        With several ranks, every rank has to call it, with its own part of the data, and gets the mean over all ranks.
-        The numbers of batches may differ.
+        It is the loss of the undivided data, also where batches differ in size or in tokens. The networks compute in
+        evaluation mode (no Dropout, fixed statistics of BatchNorm); then each layer is in its own mode again. Nothing
+        else changes, so it may be called at any time, also in `on_update`. A batch is cut as in training. With several
+        ranks, every rank calls it with its own part of the data, and gets the mean over all ranks.
 
         Args:
             batches: As in `epoch`.
 
         Raises:
-            TypeError, ValueError: As in a call; ValueError if no network is known (give `network=`), if there is no
-                batch, or all weights are 0.
-            RuntimeError: If a parameter was given new memory.
+            ValueError: If no network is known (give `network=`), if there is no batch, or all weights are 0.
         """
         require_batched(batches)
         self.boundary.require_unchanged()
@@ -461,12 +443,9 @@ def make_train_step(
 
     Args:
         forward_fn: `(*batch) -> loss`: the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape
-            `()`. With `has_aux`, `(*batch) -> (loss, aux)`; see also `has_weight`. A function, a Cell or a
-            `functools.partial`. The arguments of a named batch (a dict, or keyword arguments) are matched to its
-            parameters by name. Unless `eager` is true, it is compiled: Python side effects (`seen.append(...)`) have no
-            effect, and changing an argument in place (`labels.mul_(mask)`) changes the caller's Tensor, for all later
-            epochs.
-        optimizer: An optimizer. The step builds an accumulator for it, with `reduction="mean"`.
+            `()`. A function, a Cell or a `functools.partial`. Named batches are matched to its parameters by name. It
+            is compiled: Python side effects have no effect, and to change an argument in place changes the caller's.
+        optimizer: A MindSpore optimizer.
         accumulate_step: Number of microbatches in a window: an int, `{update_step: n}` or `until_weight(budget)`;
             see `Accumulator`.
         pieces: Number of pieces that each microbatch is cut into; peak activation memory is that of one. The batch size
@@ -481,41 +460,29 @@ def make_train_step(
             infinite makes the loss NaN.
         has_weight: Whether `forward_fn` returns `(loss, weight)`, with `has_aux` `(loss, weight, aux)`, in place of a
             `weight_fn`: for models that count their own tokens. The weight is not differentiated.
-        loss_reduction: "mean", or "sum" if `forward_fn` returns the *sum* over its samples (or unmasked tokens) and
-            the weight is their number. For weights that change, a sum takes less time and memory. Return it in
-            float32: a sum of float16 losses overflows.
+        loss_reduction: "mean", or "sum" if `forward_fn` returns the *sum* over its samples (or unmasked tokens), in
+            float32, and the weight is their number. For weights that change, a sum takes less time and memory.
         has_aux: Whether `forward_fn` returns `(loss, aux)`. With `pieces > 1`, aux is a Tensor or a tuple of Tensors:
             those of shape `()` are averaged over the pieces by weight, those with one entry per sample are joined.
             Return `parameter.copy()` of a Parameter: the Parameter itself may have its next value by then.
-        losses: Number of losses that `forward_fn` returns in a tuple, each a mean over a count of its own, e.g. text
-            tokens and images. `weight_fn` returns a tuple of as many weights. The gradient is that of the sum of the
-            losses' means over the window. `epoch` reads a window's batches ahead; single calls need
-            `accumulate_step=1`. The backward pass must be linear: see the guide's page on language models.
         eager: Whether to run op by op, without graphs, in PyNative mode: for networks that MindSpore cannot compile,
-            and to debug. `forward_fn` may be any Python, a lambda included, and a batch may hold other objects, such as
-            strings. Each gradient is added to its buffer during the backward pass, and then forgotten, unless a stage
-            looks at gradients, ranks sum each microbatch, or the window is a single microbatch: these hold all
-            gradients at once.
-        network: The networks that are trained, a Cell or a tuple of Cells, so that `set_train` and `evaluate` work with
-            them. Needed only if `forward_fn` is no Cell and does not name them itself: in a closure, as a global, as a
-            default, or as an attribute of its `self`.
+            and to debug. `forward_fn` may be any Python, and a batch may hold other objects, such as strings. Each
+            gradient is added to its buffer during the backward pass, and then forgotten, unless a stage looks at
+            gradients, ranks sum each microbatch, or the window is a single microbatch.
+        network: The networks that are trained, a Cell or a tuple of Cells. Needed for `set_train` and `evaluate` if
+            `forward_fn` is no Cell and does not name them itself (closure, global, default, attribute of `self`).
         **options: Options of `Accumulator`: `clip_norm`, `buffer_dtype`, `on_nonfinite`, `max_skips`, `reducer`,
             `stages` and `loss_scaler`.
 
     Returns:
-        A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is a float32 Tensor of shape `()`, or a
-        tuple of them: the weighted mean over the pieces, never divided by `accumulate_step`.
+        A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is a float32 Tensor of shape `()`: the
+        weighted mean over the pieces, never divided by `accumulate_step`.
 
     Raises:
-        TypeError: If an argument is of the wrong kind, `accumulate_step` is missing, or a function is a lambda inside
-            another expression, which MindSpore cannot compile.
-        ValueError: If an argument is out of range, if `has_weight` is given with a `weight_fn`, or if a parameter is
-            frozen.
-        RuntimeError: When the step is called, if an error or an interrupt left a part of a batch in the open window;
-            `reset()` drops it.
+        TypeError, ValueError: If an argument is of the wrong kind or out of range, or a parameter is frozen.
 
-    Source: `jax.lax.scan` over microbatches cuts a batch inside the step; RATEX schedules two graphs on the host;
-    `loss_reduction="sum"` is Megatron's `calculate_per_token_loss`; `eager` is Keras' `run_eagerly`.
+    Source: `jax.lax.scan` over microbatches cuts a batch inside the step; `loss_reduction="sum"` is Megatron's
+    `calculate_per_token_loss`; `eager` is Keras' `run_eagerly`.
 
     Example:
         >>> import numpy as np
