@@ -1,3 +1,7 @@
+from .checkpoint.checkpoint import load_checkpoint as load_checkpoint
+from .checkpoint.checkpoint import save_checkpoint as save_checkpoint
+from .checkpoint.file import CheckpointError as CheckpointError
+from .checkpoint.weights import load_weights as load_weights
 from .core.accumulator import Accumulator as Accumulator
 from .core.length import by_epoch as by_epoch
 from .core.length import until_weight as until_weight

@@ -140,6 +140,11 @@ def _is_readable(function: Any) -> bool:
     return isinstance(getattr(statement, "value", None), ast.Lambda)
 
 
+def one_line(error: Exception) -> str:
+    """Return the message of an error in one line of at most 200 characters."""
+    return " ".join(str(error).split()).strip("- ")[:200]
+
+
 def _typed(value: object) -> str:
     return f"{value!r} of type {type(value).__name__}"
 

@@ -1,1 +1,1 @@
-"""Save and load all state of a training, also in the middle of a window. Examples may import it."""
+"""Save and load the state of the last update of a training."""

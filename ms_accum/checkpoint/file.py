@@ -1,7 +1,7 @@
 """The file of a checkpoint: safetensors, written atomically, read only if it is complete.
 
-Its metadata holds a description (the settings of the run and `extra`, as JSON), and a SHA-256 of the description and
-all entries. Complex numbers are stored as pairs of floats, because MindSpore's loader knows no complex ones.
+Its metadata holds a description as JSON, and a SHA-256 of the description and all entries. Complex numbers are stored
+as pairs of floats, because MindSpore's loader knows no complex ones.
 
 Source: https://github.com/huggingface/safetensors
 """
@@ -23,18 +23,14 @@ from warnings import warn
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from ..steps.errors import one_line
+from ..arguments import instance_of, one_line
 
 SUFFIX = ".safetensors"
+VERSION = 7  # up to 6, in ms_accum 0.3, files held gradients
 _ABOUT, _DIGEST = "ms_accum", "ms_accum.sha256"  # keys of the metadata
-# No parameter may have one of these names: the first is the library's own, and MindSpore's loader takes what the
-# metadata has under a parameter's name for its dtype.
-RESERVED = ("__metadata__", _ABOUT, _DIGEST)
-_VERSION = 6
 _COMPLEX = {"float32": "complex64", "float64": "complex128"}
 # This host. Containers may share the name of the host, but not the numbers of processes.
 _HERE = sha256(f"{gethostname()} {Path('/proc/self/ns/pid').resolve().name}".encode()).hexdigest()[:8]
@@ -48,29 +44,29 @@ class OfMindSpore(CheckpointError):
     """Report a file of `mindspore.save_checkpoint`, which holds weights alone."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(f"{path} was written by mindspore.save_checkpoint or by an older ms_accum, so no training can "
-                         "resume from it; load its weights alone: ms_accum.load_weights(path, network)")
+        super().__init__(f"{path} was written by mindspore.save_checkpoint, so no training can resume from it; load "
+                         "its weights alone: ms_accum.load_weights(path, network)")
 
 
-def checked_path(path: Union[str, os.PathLike]) -> Path:
-    """Return the absolute path. Raise ValueError unless it ends in `SUFFIX`."""
+def checked_path(path: Union[str, os.PathLike], called: str) -> Path:
+    """Return the absolute path. Raise TypeError or ValueError unless it is one that ends in `SUFFIX`."""
+    instance_of("path", path, (str, os.PathLike), "a str or a path",
+                f"give {called}(path, network, train_step), with the path first, unlike mindspore.{called}")
     path = Path(path).resolve()  # a link is kept, and its target is replaced
     if path.suffix != SUFFIX:
+        if path.suffix == ".ckpt" and path.is_file():
+            raise OfMindSpore(path)
         raise ValueError(f"{path} ends in {path.suffix!r}, expected {SUFFIX!r}; checkpoints have one format; name "
                          f"the file {path.stem}{SUFFIX}")
     return path
 
 
-def path_to_load(path: Union[str, os.PathLike]) -> Path:
-    """Return the absolute path. Raise as `checked_path`; CheckpointError if MindSpore wrote the file."""
-    if Path(path).suffix == ".ckpt" and Path(path).is_file():
-        raise OfMindSpore(Path(path))
-    return checked_path(path)
+# --- write ------------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def part_of(path: Path) -> Iterator[Path]:
-    """Yield the path of a file in a temporary folder. The writer makes the folder; the end of the block removes it.
+    """Yield the path of a file in a temporary folder beside `path`, which the end of the block removes.
 
     It is a folder because safetensors makes a temporary file beside its own. Folders of processes of this host that
     were killed are removed as well.
@@ -82,7 +78,10 @@ def part_of(path: Path) -> Iterator[Path]:
         if found and not _lives(int(found[1])):
             rmtree(left, ignore_errors=True)
     folder = path.with_name(f"{start}{os.getpid()}-{token_hex(4)}")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder {path.parent} does not exist; make it first")
     try:
+        folder.mkdir()
         yield folder / path.name
     finally:
         rmtree(folder, ignore_errors=True)
@@ -96,77 +95,30 @@ def _lives(process: int) -> bool:
     return True
 
 
-def on_disk(value: np.ndarray, place: Path) -> np.ndarray:
-    """Return an array whose memory is a file at `place`, which `part_of` removes. Raise OSError if writing fails."""
-    _require_folder(place.parents[1])
-    place.parent.mkdir(exist_ok=True)
-    with place.open("wb") as file:
-        file.write(bits_of(value))
-    return np.memmap(place, np.uint8, "c").view(value.dtype).reshape(value.shape)
+def write_file(path: Path, entries: dict[str, np.ndarray], about: dict) -> None:
+    """Write a file, flush it to the disk, and give it its name. `about` holds JSON values.
 
-
-def bits_of(values: np.ndarray) -> memoryview:
-    """Return the bytes of an array."""
-    return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-
-
-def _digest(text: str, names: Iterable[str], stored: Callable[[str], np.ndarray]) -> str:
-    """Return the SHA-256 of a description and of entries, which `stored` returns by their names."""
-    digest = sha256(text.encode())
-
-    def add(name: str, values: np.ndarray) -> None:
-        digest.update(repr((name, values.dtype.name, values.shape)).encode())
-        digest.update(bits_of(values))
-
-    for name in sorted(names):
-        add(name, stored(name))  # no variable here, which would hold one entry while the next one is read
-    return digest.hexdigest()
-
-
-def write_file(part: Path, entries: dict[str, np.ndarray], about: dict) -> None:
-    """Write a file at the path that `part_of` yields, and flush it to the disk.
-
-    `about` holds JSON values. Raise OSError if the file cannot be written.
+    Raise OSError if it cannot be written; the old file is kept. Warn if the file system cannot flush a name.
     """
     of_complex = sorted(name for name, values in entries.items() if values.dtype.kind == "c")
-    text = json.dumps({"version": _VERSION, "mindspore": ms.__version__, **about, "complex": of_complex})
+    text = json.dumps({"version": VERSION, "mindspore": ms.__version__, **about, "complex": of_complex})
     stored = {name: np.asarray(values, order="C") for name, values in entries.items()}
     for name in of_complex:
         values = stored[name]
         stored[name] = values.reshape(-1).view(values.real.dtype).reshape(*values.shape, 2)
-    _require_folder(part.parents[1])
     umask = os.umask(0)
     os.umask(umask)
     try:
-        part.parent.mkdir(exist_ok=True)
-        save_file(stored, part, {_ABOUT: text, _DIGEST: _digest(text, stored, stored.__getitem__)})
-        os.chmod(part, 0o666 & ~umask)  # safetensors leaves it to its owner alone
-        with part.open("rb") as file:
-            os.fsync(file.fileno())
+        with part_of(path) as part:
+            save_file(stored, part, {_ABOUT: text, _DIGEST: _digest(text, stored, stored.__getitem__)})
+            os.chmod(part, 0o666 & ~umask)  # safetensors leaves it to its owner alone
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            os.replace(part, path)
+    except FileNotFoundError:
+        raise
     except (OSError, SafetensorError) as error:
-        raise OSError(f"{part.parents[1] / part.name} cannot be written ({one_line(error)})") from error
-
-
-def _require_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        raise FileNotFoundError(f"the folder {folder} does not exist; make it first")
-
-
-def json_of(extra: Any) -> str:
-    """Return `extra` as JSON. Raise TypeError if it would come back as something else."""
-    try:
-        text = json.dumps(extra)
-        if repr(json.loads(text)) != repr(extra):  # as text, NaN equals NaN, and 1 differs from True
-            raise TypeError("it would come back as something else")
-    except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"extra cannot be written as JSON ({error}); give dicts with str as keys, lists, str, numbers, "
-                        "bool and None") from error
-    return text
-
-
-def rename_file(part: Path, path: Path) -> None:
-    """Rename a file to its final name, and flush the name to the disk. Warn if the file system cannot flush a name."""
-    os.replace(part, path)
+        raise OSError(f"{path} cannot be written ({one_line(error)})") from error
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -177,12 +129,37 @@ def rename_file(part: Path, path: Path) -> None:
         os.close(folder)
 
 
+def _digest(text: str, names: Iterable[str], stored: Callable[[str], np.ndarray]) -> str:
+    """Return the SHA-256 of a description and of entries, which `stored` returns by their names."""
+    digest = sha256(text.encode())
+
+    def add(name: str, values: np.ndarray) -> None:
+        digest.update(repr((name, values.dtype.name, values.shape)).encode())
+        digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
+
+    for name in sorted(names):
+        add(name, stored(name))  # no variable here, which would hold one entry while the next one is read
+    return digest.hexdigest()
+
+
+def require_json(extra: Any) -> None:
+    """Raise TypeError for a value that would come back from JSON as something else."""
+    try:
+        if repr(json.loads(json.dumps(extra))) != repr(extra):  # as text, NaN equals NaN, and 1 differs from True
+            raise TypeError("it would come back as something else")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"extra cannot be written as JSON ({error}); give dicts with str as keys, lists, str, numbers, "
+                        "bool and None") from error
+
+
+# --- read -------------------------------------------------------------------------------------------------------------
+
+
 class _Reader:
     """Read entries of a file that is open. `opened` closes it."""
 
     def __init__(self, path: Path, opened: ExitStack) -> None:
-        self.path = path
-        self.file = opened.enter_context(path.open("rb"))
+        self.path, self.file = path, opened.enter_context(path.open("rb"))
         self.written = os.fstat(self.file.fileno()).st_mtime_ns
         # The library opens the same file, even if another process has just saved to this path. Its other backend maps
         # the file, so that memory would grow by the whole file, and a file that is cut would end the process.
@@ -208,14 +185,14 @@ class Entry(NamedTuple):
     dtype: np.dtype
     shape: tuple[int, ...]
 
-    def read(self) -> Tensor:
+    def read(self) -> np.ndarray:
         """Return the values, in memory of their own; 0 without a reader.
 
         Raise OSError if the file was written since it was opened.
         """
         if self.reader is None:
-            return Tensor.from_numpy(np.zeros(self.shape, self.dtype))
-        return Tensor.from_numpy(self.reader.stored(self.name).view(self.dtype).reshape(self.shape))
+            return np.zeros(self.shape, self.dtype)
+        return self.reader.stored(self.name).view(self.dtype).reshape(self.shape)
 
 
 def read_file(path: Path, opened: ExitStack) -> tuple[dict[str, Entry], dict]:
@@ -259,14 +236,13 @@ def _checked(reader: _Reader) -> tuple[dict[str, Entry], dict]:
     if _digest(text, reader.held.keys(), stored) != reader.metadata.get(_DIGEST):
         raise CheckpointError(f"{reader.path} is damaged (SHA-256 mismatch); restore it from a copy")
     about = json.loads(text)
-    if about["version"] != _VERSION:
-        raise CheckpointError(f"{reader.path} is of version {about['version']}, expected {_VERSION}; load it with the "
+    if about["version"] > VERSION:
+        raise CheckpointError(f"{reader.path} is of version {about['version']}, expected {VERSION}; load it with the "
                               "ms_accum that wrote it")
-    about["open"] = bool(about["open"])
-    for name in about["complex"]:
+    for name in about.get("complex", ()):
         entry = entries[name]
         *shape, pair = entry.shape
         if pair != 2:
             raise ValueError(f"{name} has {pair} numbers in place of a complex one, expected 2")
         entries[name] = entry._replace(dtype=np.dtype(_COMPLEX[entry.dtype.name]), shape=tuple(shape))
-    return entries, {"extra": None, **about}
+    return entries, about

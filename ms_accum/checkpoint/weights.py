@@ -9,13 +9,12 @@ from typing import Union
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 
-from ..arguments import instance_of
+from ..arguments import instance_of, one_line
 from ..mindspore_api import address_of
-from ..steps.errors import one_line
 from ..tensors import buffers_of
-from .file import SUFFIX, CheckpointError, OfMindSpore, path_to_load, read_file
+from .file import SUFFIX, CheckpointError, OfMindSpore, checked_path, read_file
 
 
 def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network: nn.Cell) -> None:
@@ -26,9 +25,9 @@ def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network:
     whose gradients are those of the old weights: call `train_step.flush()` first.
 
     Args:
-        source: A file of `ms_accum.save_checkpoint` or `mindspore.save_checkpoint`, or a dict of Tensors by the names
-            of the parameters. Entries that the network lacks are ignored. Buffers (`Cell.register_buffer`) that
-            `source` lacks keep their values.
+        source: A file of `ms_accum.save_checkpoint`, also of ms_accum 0.3, or of `mindspore.save_checkpoint`; or a dict
+            of Tensors by the names of the parameters. Entries that the network lacks are ignored. Buffers
+            (`Cell.register_buffer`) that `source` lacks keep their values.
         network: The network, or a part of it.
 
     Raises:
@@ -50,9 +49,14 @@ def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network:
     """
     instance_of("network", network, nn.Cell, "a mindspore.nn.Cell", "give source, network")
     instance_of("source", source, (str, os.PathLike, Mapping), "a path or a dict of Tensors", "give source, network")
-    parameters, buffers = {p.name: p for p in network.get_parameters()}, buffers_of(network)
-    given = source if isinstance(source, Mapping) else _read(source, [*parameters, *buffers])
+    placed, buffers = dict(network.parameters_and_names()), buffers_of(network)
+    parameters = {p.name: p for p in placed.values()}
+    given = source if isinstance(source, Mapping) else _read(source, {**parameters, **placed, **buffers})
     where = "source" if isinstance(source, Mapping) else str(source)
+    # A part of a network has the names of the whole one. In the structure, they stay what they were if another Cell has
+    # renamed the parameters.
+    if any(name not in given for name in parameters) and all(name in given for name in placed):
+        parameters = placed
     held = {**{name: buffer for name, buffer in buffers.items() if name in given}, **parameters}
     for name, parameter in held.items():
         if name in given:
@@ -77,13 +81,13 @@ def _address_of(value: Union[Tensor, np.ndarray]) -> int:
     return value.ctypes.data if isinstance(value, np.ndarray) else address_of(value)
 
 
-def _read(path: Union[str, os.PathLike], names: Iterable[str]) -> Mapping[str, Union[Parameter, Tensor]]:
+def _read(path: Union[str, os.PathLike], names: Iterable[str]) -> Mapping[str, Tensor]:
     if not Path(path).exists():
         raise FileNotFoundError(f"there is no checkpoint {path}; give a file that ms_accum or MindSpore wrote")
     try:
         with ExitStack() as opened:
-            entries, _ = read_file(path_to_load(path), opened)
-            return {name: entries[name].read() for name in names if name in entries}
+            entries, _ = read_file(checked_path(path, "load_checkpoint"), opened)
+            return {name: Tensor.from_numpy(entries[name].read()) for name in names if name in entries}
     except OfMindSpore:
         pass
     try:

@@ -61,6 +61,8 @@ _STUCK = ("{} windows in a row were dropped ({} skips in all), because their gra
 _OWNED = ("the train step was called, looped over or loaded inside {}, which owns it; begin a new loop")
 _LOADED = ("the loaded file stopped after {0} batches of an epoch; give all batches of that epoch and "
            "skip=train_step.trained to go on there, or skip=0 to begin the epoch again")
+_SPLIT = ("the loaded file was saved with another number of ranks, inside an epoch: train_step.trained ({0}) counts "
+          "rank 0's batches of the former split; give the batches that are left, or skip=0 to begin the epoch again")
 _OPEN = ("a window of {} microbatches is open, expected none where an epoch begins: flush() applies it, reset() drops "
          "it, skip=train_step.trained (for Model, dataset.skip(cell.status().trained)) goes on with its epoch")
 _MOVED = ("{} was given new memory (by mindspore.load_param_into_net or set_data), which compiled graphs do not see; "
@@ -109,11 +111,13 @@ class Place(NamedTuple):
         epochs: Number of epochs finished.
         first: The device's count of microbatches when this epoch began.
         is_loaded: Whether a file stopped inside this epoch, and no loop has gone on with it.
+        is_split: Whether that file was saved with another number of ranks.
     """
 
     epochs: int = 0
     first: int = 0
     is_loaded: bool = False
+    is_split: bool = False
 
 
 class Boundary:
@@ -146,7 +150,7 @@ class Boundary:
         self.updates = self.turn = 0
         self.is_closed, self.is_idle, self.place = False, True, Place()
         self.functions: list[tuple[int, Callable[[], object]]] = []
-        self.since, self.addresses, self.saved = perf_counter(), {}, [-1]  # type: float, dict[str, int], list[int]
+        self.since, self.addresses, self.saved = perf_counter(), [], [-1]  # type: float, list[int], list[int]
         # Not by the finalizer itself, which may run after MindSpore has ended.
         ended = finalize(self, _warn_of_a_lost_window, window, self.saved, os.getpid())
         ended.atexit = False
@@ -259,7 +263,7 @@ class Boundary:
         window, turn, is_update = self.window, self.turn, True
         self.missing, self.is_closed = None, True
         if not self.addresses:
-            self.addresses = self._where()
+            self.addresses = [address_of(p) for p in self._placed()]
         if not window.drops:
             self.updates += 1
         elif self.functions or window.length.constant is None:
@@ -303,7 +307,7 @@ class Boundary:
         counts, _ = self._read()
         trained = counts[ADDED] - self.place.first
         if skip is None and self.place.is_loaded:
-            raise RuntimeError(_LOADED.format(trained))
+            raise RuntimeError((_SPLIT if self.place.is_split else _LOADED).format(trained))
         if counts[HELD] and (skip or 0) != trained:
             raise RuntimeError(_OPEN.format(counts[HELD]))
         self.turn, self.is_idle = self.turn + 1, False
@@ -340,14 +344,18 @@ class Boundary:
         counts[MARK] = counts[HELD] = sums[:LAST] = sums[MEASURED:] = 0
         return counts, sums, held
 
-    def load(self, counts: np.ndarray, sums: np.ndarray, assign: Callable[[], None], place: tuple[int, int]) -> None:
-        """Load numbers of `of_last_update`, and what `assign` assigns. `place`: epochs, and microbatches trained."""
+    def load(self, counts: np.ndarray, sums: np.ndarray, assign: Callable[[], None], place: tuple[int, int, bool, bool]
+             ) -> None:
+        """Load numbers of `of_last_update`, and what `assign` assigns.
+
+        `place`: epochs, microbatches trained, and whether a rank stopped inside its epoch, and ranks were others.
+        """
         self.turn, self.missing, self.is_closed = self.turn + 1, None, False
         marked = counts.copy()
         marked[MARK] = CLOSING
         ops.assign(self.window.counts, Tensor(marked))  # an interrupt leaves the mark
         assign()
-        self.place = Place(place[0], int(counts[ADDED]) - place[1], place[1] > 0)
+        self.place = Place(place[0], int(counts[ADDED]) - place[1], *place[2:])
         self.window.empty(counts, sums, CLOSING)
 
     def compared(self) -> dict[str, list[Parameter]]:
@@ -372,7 +380,7 @@ class Boundary:
         """Raise an error if a parameter was frozen or got new memory, or `param_groups` was changed."""
         require_trainable(self.window.exchange.parameters)
         if self.addresses:
-            moved = [name for name, address in self._where().items() if address != self.addresses[name]]
+            moved = [p.name for p, address in zip(self._placed(), self.addresses) if address_of(p) != address]
             if moved:
                 raise RuntimeError(_MOVED.format(moved[0]))
         self.rates.require_unchanged()
@@ -393,9 +401,8 @@ class Boundary:
     def _copies(self) -> tuple[np.ndarray, np.ndarray]:
         return self.window.counts.asnumpy().copy(), self.window.sums.asnumpy().copy()
 
-    def _where(self) -> dict[str, int]:
-        found = {p.name: p for p in self.window.exchange.parameters} | self.rates.parameters
-        return {name: address_of(p) for name, p in found.items()}
+    def _placed(self) -> list[Parameter]:
+        return [*self.window.exchange.parameters, *self.rates.parameters.values()]
 
 
 def _require_whole(mark: int) -> None:

@@ -55,13 +55,13 @@ class Rates:
                     group["lr_float"] = group["lr"]
                 self._groups.append((group, dict(group)))
             self._rates += [(each, rate) for rate in _rates_in(each) if all(rate is not r for _, r in self._rates)]
-        for _, rate in self._rates:
-            fixed |= {id(p) for p in rate.get_parameters()} if isinstance(rate, nn.Cell) else set()
-        state = [(place, p) for place, p in found if isinstance(p, Parameter) and id(p) not in fixed]
-        times = Counter(p.name for _, p in state)
-        for place, parameter in state:
+        inside = {id(p) for _, rate in self._rates if isinstance(rate, nn.Cell) for p in rate.get_parameters()}
+        held = [(place, p) for place, p in found if isinstance(p, Parameter) and id(p) not in fixed]
+        times = Counter(p.name for _, p in held)
+        for place, parameter in held:
             if times[parameter.name] > 1:
                 parameter.name = place
+        state = [(place, p) for place, p in held if id(p) not in inside]
         self.state = {place if _GENERATED.fullmatch(p.name) else p.name: p for place, p in state}
         rates = {id(rate) for _, rate in self._rates}
         self.parameters = {name: p for name, p in self.state.items()
