@@ -110,9 +110,13 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, step: Any, 
     exchange.compare(SAVE, boundary.compared())
     place = [boundary.place.epochs, int(counts[ADDED]) - boundary.place.first]
     about = {"places": exchange.gathered([*place, boundary.window.unit]), "given": boundary.rates.given, "extra": extra}
-    values = {name: exchange.joined(entry, divided) if divided is not None else entry.asnumpy()
-              for name, entry in entries.items() for divided in [_whole(boundary, name)]}
-    values |= {"accumulator:counts": counts, "accumulator:sums": sums}
+    values = {"accumulator:counts": counts, "accumulator:sums": sums}
+    for name, entry in entries.items():
+        whole = _whole(boundary, name)
+        if whole is not None:  # of bfloat16, float32 is exchanged
+            values[name] = exchange.joined(entry, whole).astype(entry.asnumpy().dtype, copy=False)
+        elif exchange.rank == 0:
+            values[name] = entry.asnumpy()
     exchange.together(lambda: write_file(file, values, about) if exchange.rank == 0 else None, OSError)
     boundary.saved[0] = boundary.added
     if held:
