@@ -76,10 +76,10 @@ def boundary_of(
     rates = Rates(optimizer)
     exchange = exchange_of(reducer, optimizer, parameters, dtypes if has_buffers else (), {
         "the optimizer": type(optimizer).__name__, "learning rates and options of the optimizer": rates.described(),
-        "accumulate_step": length.description, "clip_norm": clip_norm, "reduction": reduction, "max_skips": max_skips,
+        "accumulate_step": length.description, "clip_norm": clip_norm, "reduction": reduction,
         "on_nonfinite": on_nonfinite, "buffer_dtype": list(map(str, dtypes)),
         "stages": [repr(stage) if type(stage).__repr__ is not object.__repr__ else type(stage).__name__
-                   for stage in checked],
+                   for stage in checked], "max_skips": max_skips,
         "loss_scaler": loss_scaler and (type(loss_scaler).__name__, loss_scaler.scale_value.asnumpy().tolist()),
         **facts})
     length.share(exchange.inside)

@@ -18,7 +18,7 @@ from ..mindspore_api import jit_class
 from ..tensors import Gradients, Numbers, Scalar
 
 # What a rank is about to do: the first number of its row in a meeting.
-BUILD, EPOCH, MICROBATCH, WINDOW, IDLE, FLUSHED, SAVE, LOAD, EVALUATE = range(1, 10)
+BUILD, EPOCH, MICROBATCH, WINDOW, IDLE, FLUSHED, SAVE, LOAD, EVALUATE, STOP = range(1, 11)
 
 
 def whole_of(parameter: Parameter) -> Parameter:
@@ -53,6 +53,9 @@ class OneDevice:
         `number`: the pieces of this microbatch, or 1 for a window; 0: this rank has no data left.
         """
         return number
+
+    def stop(self) -> None:
+        """Tell the other ranks that this one is about to raise an error, so that they do not wait for it."""
 
     def require_alike(self, what: int, facts: Mapping[str, object]) -> None:
         """Meet, and raise `RanksDiffer` on every rank if facts (with equal texts) differ, naming the first."""

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from itertools import count
 from typing import Any, NoReturn
@@ -28,6 +29,7 @@ from .exchange import (
     LOAD,
     MICROBATCH,
     SAVE,
+    STOP,
     WINDOW,
     OneDevice,
     whole_of,
@@ -36,6 +38,7 @@ from .exchange import (
 _DOES = {BUILD: "builds", EPOCH: "begins an epoch with", MICROBATCH: "adds a microbatch to",
          WINDOW: "closes a window of", IDLE: "flushes, with nothing trained since its last flush,",
          FLUSHED: "ends a flush of", SAVE: "saves", LOAD: "loads a checkpoint for", EVALUATE: "evaluates with",
+         STOP: "raises an error, which says why, for",
          0: "exchanges values of"}
 _TAG, _NUMBER, _SUMS = slice(0, 3), 3, slice(4, 7)  # places in the row of a rank
 _PIECE = 2**22  # bytes that travel at once; each piece has the whole time that ranks wait for a late one
@@ -106,6 +109,11 @@ class Meeting(OneDevice):
         if what == (MICROBATCH if self.inside == 1 else WINDOW if self.inside == self.ranks else 0):
             return number
         return int(self._meet(what, number)[:, _NUMBER].max())
+
+    def stop(self) -> None:
+        """See `OneDevice`."""
+        with suppress(RanksDiffer):
+            self._meet(STOP)
 
     def require_alike(self, what: int, facts: Mapping[str, object]) -> None:
         """See `OneDevice`."""

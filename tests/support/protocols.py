@@ -1,8 +1,8 @@
 """Programs of ranks, drawn at random, legal or not.
 
 Each rank runs its own list of calls: epochs over different numbers of batches, some left early, single calls, flushes,
-saves, evaluations, for two train steps. A draw ends in one of two ways: no rank raises an error, and all hold what plain
-MindSpore computes from the batches of all ranks, op by op; or every rank raises an error.
+saves, evaluations, for two train steps. A draw ends in one of two ways: no rank raises an error, and all hold what
+plain MindSpore computes from the batches of all ranks, op by op; or every rank raises an error.
 """
 import random
 from itertools import islice
@@ -190,7 +190,7 @@ def step_of(draw, which, reducer=None):
 
 def trained(draw, rank):
     """`(error or None, [network], [step])` of a rank."""
-    meeting._ended.clear()  # a run would end
+    meeting._ended.clear()  # noqa: SLF001 (a run would end)
     ms.set_context(mode=ms.GRAPH_MODE if draw.compiled else ms.PYNATIVE_MODE)
     networks, steps, error = [], [], None
     try:
@@ -205,7 +205,7 @@ def trained(draw, rank):
         error = caught
     if not isinstance(error, RanksDiffer):
         try:
-            steps[0].boundary.window.exchange._meet(END)
+            steps[0].boundary.window.exchange.require_alike(END, {})
         except RanksDiffer as caught:
             error = caught
     ms.set_context(mode=ms.PYNATIVE_MODE)
