@@ -33,7 +33,6 @@ ACCEPTED = {
     (Accumulator, "noise_scale"): {"None"},
     (Accumulator, "stages"): {"list"},
     (Accumulator, "loss_scaler"): {"None"},
-    (Accumulator, "after_update"): {"None", "class", "function"},
     (make_train_step, "forward_fn"): {"class", "function"},
     (make_train_step, "optimizer"): set(),
     (make_train_step, "pieces"): WHOLE | {"2**31", "10**400"},

@@ -50,7 +50,7 @@ from .file import (
     write_file,
 )
 
-_OUTSIDE = "; call it between two calls of the train step, or in train_step.on_update, not in after_update"
+_OUTSIDE = "; call it between two calls of the train step, or in train_step.on_update"
 P = ParamSpec("P")
 T = TypeVar("T")
 _SCALER = "accumulator:loss_scaler."
@@ -85,9 +85,9 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     The file holds the network's parameters and buffers, the optimizer's state (moments, update count, learning rates
     that are Parameters), the accumulator's buffers, weights and counters, the place in the epoch, the loss scaler, what
     a `WindowLog` has seen of the open window, and `extra`. It does not hold Tensors that are plain attributes of a
-    network, such as a memory bank, nor what a plain function in `after_update` changes: make these Parameters of the
-    network. It does not hold the state of random layers either, because MindSpore 2.10 does not expose it on CPU. For
-    bit-identical resumption, pass masks as arguments of the batch, drawn from a seed and the position in the data.
+    network, such as a memory bank: make these Parameters of the network. It does not hold the state of random layers
+    either, because MindSpore 2.10 does not expose it on CPU. For bit-identical resumption, pass masks as arguments of
+    the batch, drawn from a seed and the position in the data.
 
     The file is written beside `path`, flushed to the disk and renamed. So a process that is killed at any moment leaves
     the complete old file or the complete new one; the next save on the same host removes its temporary files. Several
@@ -198,7 +198,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     Raises:
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is truncated, damaged or not a checkpoint of ms_accum, or was saved with a
-            different network, optimizer or `after_update`; the message names the entry. With an open window, the number
+            different network or optimizer; the message names the entry. With an open window, the number
             of ranks and all arguments of the accumulator must be equal, too (functions are compared at 0, 1, 2, 4, …
             2**16 updates). With several ranks, all of them raise it. Of the arguments of the train step,
             only `losses` is compared, and what weights count: samples, or what a function says.
@@ -322,9 +322,6 @@ class _State:
             if name in (*RESERVED, *self.entries) or _OF_RANK.match(name):
                 raise ValueError(f"two entries of the checkpoint would be called {name}; rename one of the parameters")
             self.entries[name] = parameter
-        if len(accumulator.state) < len(accumulator.parameters):
-            raise ValueError("two Parameters of the accumulator's state have the same name; rename those of "
-                             "after_update")
         boundary, window = accumulator.boundary, accumulator.window
         boundary.require_same_memory()
         boundary.follow_groups()

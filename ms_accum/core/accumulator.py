@@ -1,7 +1,7 @@
 """The accumulator: one buffer for each parameter, filled by microbatches and emptied by an update."""
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Optional, TypedDict, TypeVar
 
@@ -30,7 +30,7 @@ from .epoch import Epoch, warn_of_no_batch, without_first
 from .facts import describe, short_text_of, text_of, texts_of_stages
 from .length import length_of
 from .notes import note_called, note_closed, note_filled
-from .optimizers import checked_parameters, name_state, own_name, require_elementwise, state_of
+from .optimizers import checked_parameters, name_state, own_name, require_elementwise
 from .precision import buffer_dtype_of, warn_of_lost_gradients
 from .stages import (
     checked_loss_scaler,
@@ -63,7 +63,6 @@ class Options(TypedDict, total=False):
     on_nonfinite: str
     max_skips: Optional[int]
     reducer: Optional[DataParallel]
-    after_update: Optional[Callable]
     noise_scale: Optional[Stage]
     stages: tuple[Stage, ...]
     loss_scaler: Optional[amp.LossScaler]
@@ -108,10 +107,6 @@ class Accumulator(Uncopied):
             `require_progress()`, because a graph cannot raise it. None: no limit.
         reducer: A `DataParallel`, which gives all ranks of a run started with `msrun` the same update. None: one
             device.
-        after_update: A function without arguments that is called after each update, e.g. for a moving average of the
-            weights. It is not called for a skipped window. In graph mode it is compiled: it can change Parameters, but
-            other Python side effects do not run. If it is a Cell or a method of a Cell, the Cell's Parameters become
-            state of the accumulator; Parameters of other functions are not saved in checkpoints.
         noise_scale: A `ms_accum.batch_size.GradientNoiseScale`, which estimates up to which batch size more samples
             help. It costs one norm per microbatch. The weights must be numbers of samples or tokens.
         stages: A tuple of stages of your own; see `ms_accum.Stage`.
@@ -180,13 +175,12 @@ class Accumulator(Uncopied):
         on_nonfinite: str = "apply",
         max_skips: Optional[int] = None,
         reducer: Optional[DataParallel] = None,
-        after_update: Optional[Callable] = None,
         noise_scale: Optional[Stage] = None,
         stages: tuple[Stage, ...] = (),
         loss_scaler: Optional[amp.LossScaler] = None,
     ) -> None:
         weights = whole_parameters(checked_parameters(optimizer))
-        clip_norm, after_update = checked_clip_norm(clip_norm), checked_hook(after_update)
+        clip_norm = checked_clip_norm(clip_norm)
         max_skips, stages = checked_nonfinite(on_nonfinite, loss_scaler, max_skips), checked_stages(stages, noise_scale)
         one_of("reduction", reduction, REDUCTIONS)
         length, loss_scaler = _warned_length(accumulate_step, buffer_dtype), checked_loss_scaler(loss_scaler)
@@ -201,7 +195,7 @@ class Accumulator(Uncopied):
         if reducer is not None:
             accumulated.settings.update({
                 "max_skips": repr(max_skips), "buffer_dtype": repr(list(map(str, dtypes))),
-                "after_update": repr(after_update is not None), "stages": texts_of_stages(stages),
+                "stages": texts_of_stages(stages),
                 "noise_scale": texts_of_stages(() if noise_scale is None else (noise_scale,)),
                 "loss_scaler": "None" if loss_scaler is None else text_of(loss_scaler),
                 **{f"the optimizer's {name}": text for name, text in (
@@ -215,13 +209,11 @@ class Accumulator(Uncopied):
             require_scale(loss_scaler.scale_value)
         length.share(exchange.inside)
         stages = stages_of(loss_scaler, on_nonfinite, noise_scale, stages, self)
-        self.window = window = Window(optimizer, length, stages, exchange, reduction, clip_norm,
-                                      () if after_update is None else (after_update,))
+        self.window = window = Window(optimizer, length, stages, exchange, reduction, clip_norm)
         name_state(optimizer, window.prefix)
-        of_hook = _state_of_hook(after_update, optimizer)
         self.boundary, self._stream = Boundary(window, settings, max_skips), Stream(window)
         self.boundary.watch(self, f"{type(optimizer).__name__} of {weights[0].name}")
-        self._kept = (*window.run_state, *of_hook, *(p for stage in stages for p in stage.run_state))
+        self._kept = (*window.run_state, *(p for stage in stages for p in stage.run_state))
         self.weights = window.weights
         self.mini_step, self.update_step, self.seen = window.mini_step, window.update_step, window.seen
         self.closed_windows, self.weight_sum = window.closed_windows, window.weight_sum
@@ -491,20 +483,3 @@ def checked_clip_norm(clip_norm: object) -> Optional[float]:
         return None
     return number("clip_norm", clip_norm, lambda norm: norm > 0, "a number > 0",
                   'give a norm > 0, float("inf") to measure without clipping, or None')
-
-
-def checked_hook(after_update: object) -> Optional[Callable]:
-    """Return `after_update`. Raise TypeError if it cannot be called."""
-    if after_update is None:
-        return None
-    return instance_of("after_update", after_update, Callable, "a function without arguments, a Cell, or None")
-
-
-def _state_of_hook(hook: Optional[Callable], optimizer: nn.Optimizer) -> tuple[Parameter, ...]:
-    """Return the Parameters of a hook that is a Cell or a Cell's method, except the network's and the optimizer's."""
-    cell = getattr(hook, "__self__", hook)
-    if not isinstance(cell, nn.Cell):
-        return ()
-    updated = (*optimizer.parameters, *whole_parameters(optimizer.parameters))
-    others = {id(p) for p in (*updated, *(p for _, p in state_of(optimizer)))}
-    return tuple(p for p in cell.get_parameters() if id(p) not in others)

@@ -65,8 +65,7 @@ _TORN_BATCH = ("the open window may hold only some pieces of a batch, because an
                "and continue with the next batch")
 _TORN_UPDATE = ("an error or an interrupt stopped an update, so it may have changed only some of the parameters (or it "
                 "stopped a reset or a load); load a checkpoint, on all ranks, or, on one device, call "
-                "accumulator.reset(), which drops the window; in a function given as after_update, the update has not "
-                "ended: save in train_step.on_update instead")
+                "accumulator.reset(), which drops the window")
 _STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
           "finite{}, after update {}; look for NaN in the batches since then, lower the initial loss scale or the "
           "learning rate, or load a checkpoint; another call continues the training")

@@ -3,7 +3,7 @@
     add:          weigh ─► measure ─► exchange inside ─► buffers, counters      # each piece of a microbatch
     meet:         do all ranks close this window? ─ no ─► it stays open         # when the window closes
     total:        exchange across ─► restore ─► accepted? ─ no ─► drop
-    update_with:  normalise ─► clip ─► count ─► [cut slices] ─► optimizer ─► [gather] ─► hooks ─► empty
+    update_with:  normalise ─► clip ─► count ─► [cut slices] ─► optimizer ─► [gather] ─► empty
 
 A window holds several microbatches. A microbatch is one piece, or is cut into several, each with a backward pass of its
 own; `begin` marks that a piece begins, and `end` ends a microbatch of several pieces. A window of a single microbatch
@@ -94,7 +94,6 @@ class Window:
         reduction: "mean": the sum is divided by the weights. "sum": the script has divided each loss by the length of a
             window, so only the mean over the ranks remains: the sum is divided by their number.
         clip_norm: As in `Accumulator`.
-        hooks: Functions that are called after an update.
 
     Attributes:
         number: Of this window; graphs find its `Boundary` by it, see `notes.py`.
@@ -124,11 +123,11 @@ class Window:
     """
 
     def __init__(self, optimizer: Callable, length: WindowLength, stages: tuple[Stage, ...], exchange: OneDevice,
-                 reduction: str, clip_norm: Optional[float], hooks: tuple[Callable, ...]) -> None:
+                 reduction: str, clip_norm: Optional[float]) -> None:
         self.number = new_number()
         self.prefix = prefix = prefix_of(self.number, cell_prefix(optimizer).removesuffix("."))
         self.optimizer, self.length, self.stages, self.exchange = optimizer, length, stages, exchange
-        self.clip_norm, self.hooks, self.weights = clip_norm, hooks, exchange.weights
+        self.clip_norm, self.weights = clip_norm, exchange.weights
         self.divides_by_ranks = reduction == "sum"
         self.names, self.shapes, self.dtypes = zip(*((p.name, tuple(p.shape), p.dtype) for p in exchange.weights))
 
@@ -341,8 +340,6 @@ class Window:
         kind = self.of_buffers if window["buffered"] else self.of_copies
         self.optimizer(kind.scale(factor, gradients, self.dtypes))
         self.exchange.gather_parameters()
-        for hook in self.hooks:
-            hook()
         self._count_closing(True, window["own"], weight)
         if window["buffered"]:
             self.empty()

@@ -17,7 +17,6 @@ import pytest
 from mindspore import Tensor, amp, nn, ops
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from support.pages import recipe
 
 import ms_accum
 from ms_accum import Accumulator, CheckpointError, TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint
@@ -32,13 +31,12 @@ OPTIMIZERS = {"Momentum": lambda weights: nn.Momentum(weights, nn.exponential_de
 BATCHES = batches([4, 6, 4, 4, 6, 6, 6, 4, 4, 6, 4, 6])
 
 
-def build(optimizer="Momentum", hidden=5, accumulate_step=3, reduction="mean", scaler=False, average=False, **options):
+def build(optimizer="Momentum", hidden=5, accumulate_step=3, reduction="mean", scaler=False, **options):
     """A network, its accumulator, and the train step that feeds it."""
     network = MLP(hidden=hidden)
     weights = network.trainable_params()
     acc = Accumulator(OPTIMIZERS[optimizer](weights), accumulate_step, 0.5, reduction=reduction,
-                      loss_scaler=amp.DynamicLossScaler(1024, 2, 2) if scaler else None,
-                      after_update=recipe("train-step", "MovingAverage")(weights, 0.5) if average else None, **options)
+                      loss_scaler=amp.DynamicLossScaler(1024, 2, 2) if scaler else None, **options)
     return network, acc, make_train_step(mean_loss(network), acc) if reduction == "mean" else None
 
 
@@ -65,13 +63,13 @@ def run(path, last):
 
 
 def test_training_goes_on_bit_identically():
-    """Into a run that was used before; a schedule of windows, a noise scale, a hook with state.
+    """Into a run that was used before; a schedule of windows, a noise scale.
 
     Saved in an open window after 5 of 11 microbatches, and in the next closed one. For the rest see test_machine.py and
     test_differential.py.
     """
     def make():
-        return build(accumulate_step={0: 2, 2: 3}, average=True, noise_scale=GradientNoiseScale())
+        return build(accumulate_step={0: 2, 2: 3}, noise_scale=GradientNoiseScale())
 
     network, acc, train_step = make()
     extra, saved = {"epoch": 3, "position": [1, 2.5, None], "seed": "x", "nan": float("inf")}, {}
@@ -265,9 +263,6 @@ def test_bad_arguments_are_refused():
         return True
 
     function.parameters = tuple(network.trainable_params())
-    hook = nn.Cell()
-    hook.count = ms.Parameter(Tensor(0), name="update_step")
-    hooked = Accumulator(acc.optimizer, 2, reduction="sum", after_update=hook)
     renamed = {name: MLP() for name in ("ms_accum", "ms_accum.sha256", "__metadata__", "rank1:a")}
     for name, other in renamed.items():
         other.first.bias.name = name
@@ -279,7 +274,6 @@ def test_bad_arguments_are_refused():
              load_checkpoint, network, acc),
             (TypeError, "the optimizer is of type function, exp", save_checkpoint, network,
              Accumulator(function, 2, reduction="sum")),
-            (ValueError, "two Parameters of the accumulator's state have the same", save_checkpoint, network, hooked),
             *((ValueError, f"two entries of the checkpoint would be called {name}; rename", save_checkpoint, other, acc)
               for name, other in renamed.items())):
         with pytest.raises(error, match=message):

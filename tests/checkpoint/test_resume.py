@@ -249,25 +249,6 @@ def test_a_load_in_on_update_goes_on_in_the_window_of_the_file(loads, eager):
     assert step.updated == loads
 
 
-@pytest.mark.parametrize("eager", [False, True])
-def test_a_save_in_after_update_names_the_place_for_it(eager):
-    """Control: there, it is saved."""
-    network = nn.Dense(2, 1)
-
-    def save():
-        save_checkpoint("hook.safetensors", network, step)
-
-    step = make_train_step(forward_fn_of(network), sgd(0.1)(network), 2, eager=eager, after_update=save)
-    with pytest.raises(RuntimeError, match=r"train_step\.on_update"):
-        for _ in step.epoch([BATCH] * 2):
-            pass
-    step = make_train_step(forward_fn_of(network), sgd(0.1)(network), 2, eager=eager)
-    step.on_update(save)
-    for _ in step.epoch([BATCH] * 2):
-        pass
-    assert Path("hook.safetensors").exists()
-
-
 def test_rates_of_the_file_are_kept_if_the_script_says_so(compiled_if_slow):
     """Control: without it, see above; a list of another length does not fit."""
     network, train_step = built(sgd(0.1))

@@ -46,7 +46,7 @@ def test_each_kind_of_exchange_is_drawn_with_each_choice():
         assert {case.driver.split("-")[0] for case in kind} >= drivers
         assert {(case.on_nonfinite, case.scaler) for case in kind} == set(NONFINITE)
         assert {case.accumulate_step for case in kind} == set(WINDOWS)
-        for name in ("save_at", "noise_scale", "reduction", "hook", "buffer_dtype"):
+        for name in ("save_at", "noise_scale", "reduction", "buffer_dtype"):
             assert len({getattr(case, name) for case in kind}) == 2, (inside, name)
 
 
@@ -61,7 +61,7 @@ def test_wrong_simulations_are_seen(changes, options):
     right, wrong = simulated(case, 2), simulated(case, **{"ranks": 2, **options})
     comparison = Comparison(case, right)
     with pytest.raises(pytest.fail.Exception, match="plain training has"):
-        comparison.window({"parameters": wrong.parameters, "averages": None, "state": [], "noise": None}, "")
+        comparison.window({"parameters": wrong.parameters, "state": [], "noise": None}, "")
 
 
 def test_graphs_that_were_compiled_before_follow(left_by):

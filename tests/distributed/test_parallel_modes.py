@@ -73,7 +73,7 @@ def test_what_looks_at_whole_gradients_is_refused_where_mindspore_shards(shardin
 def test_what_does_not_look_at_gradients_is_accepted_where_mindspore_shards(sharding, tmp_path):
     """But a checkpoint would hold what one rank has."""
     network = MLP()
-    accumulator = Accumulator(sgd(network), {0: 2}, reduction="sum", stages=(Counts(),), after_update=nn.Identity())
+    accumulator = Accumulator(sgd(network), {0: 2}, reduction="sum", stages=(Counts(),))
     path = tmp_path / "run.safetensors"
     with pytest.raises(ValueError, match=r"^MindSpore has cut the parameters into slices.*one file for each rank"):
         save_checkpoint(path, network, accumulator)

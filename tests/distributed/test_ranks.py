@@ -31,7 +31,7 @@ NAMED = {
     "decays": "the optimizer's weight_decay", "groups": "the optimizer's params, the optimizer's weight_decay.*",
     "beta": "the optimizer's beta1", "nesterov": "the optimizer's nesterov.*", "class": "the optimizer's class, .*",
     "shapes": r"parameters \(names, shapes, dtypes\), the optimizer's accum, the optimizer's stat",
-    "scale": "loss_scaler", "scaler": "loss_scaler", "max_skips": "max_skips", "hook": "after_update",
+    "scale": "loss_scaler", "scaler": "loss_scaler", "max_skips": "max_skips",
     "buffer_dtype": "buffer_dtype", "stage": "stages", "limit": "stages", "pieces": "pieces", "weight_fn": "weight_fn",
     "sums": "loss_reduction", "aux": "has_aux", "several": "losses", "axis": "batch_axis", "cell": "batch_axis",
     "kind": "the kind of step, .*", "cached": "pieces"}

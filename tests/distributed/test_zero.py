@@ -23,7 +23,7 @@ ROUNDING = 2e-6
 
 @every("zero_runs")
 def test_zero_trains_as_without_it(left_by, launch, case):
-    """Groups, clipping, token weights, pieces, hooks, tied and frozen parameters, skipped windows, loss scales."""
+    """Groups, clipping, token weights, pieces, tied and frozen parameters, skipped windows, loss scales."""
     name = case.split(":")[1]
     for left in left_by(case, launch):
         assert left.keys() == PLAIN.keys() - ({"zero=2"} if name in NOT_AT_2 else set())

@@ -39,8 +39,8 @@ class Oracle(reference.Accumulation):
         super().__init__(*arguments)
         self.max_skips = max_skips
 
-    def swap(self):
-        self.parameters, self.averages = self.averages, self.parameters
+    def halve(self):
+        self.parameters = [p / 2 for p in self.parameters]
 
     def require_progress(self):
         if self.is_stuck:
@@ -63,8 +63,7 @@ class Run(Accumulating):
 
     def __init__(self, name):
         driver, windows, on_nonfinite, pieces = DRIVERS[name]
-        case = plain_case(driver, accumulate_step=windows, on_nonfinite=on_nonfinite, pieces=pieces, clip_norm=0.5,
-                          hook=True)
+        case = plain_case(driver, accumulate_step=windows, on_nonfinite=on_nonfinite, pieces=pieces, clip_norm=0.5)
         super().__init__(case, case.seed, max_skips=MAX_SKIPS[on_nonfinite])
         self.grad_fn = ms.value_and_grad(self.loss, None, self.optimizer.parameters)
         self.counts_down, self.by_hand = driver == "step", case.by_hand
@@ -98,6 +97,11 @@ class Run(Accumulating):
         """One microbatch by the driver."""
         with self.driver:
             return self.driver(*batch)
+
+    def halve(self):
+        """What a user writes into the parameters at any time."""
+        for parameter in self.loss.trainable_params():
+            ops.assign(parameter, parameter / 2)
 
     def flush(self):
         with self.driver:

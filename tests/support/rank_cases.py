@@ -167,8 +167,8 @@ def trained(rank, name):
             run.train(data, last=True)
             driver.flush()
 
-    # Statistics of BatchNorm stay what each rank built, and so does an average that was made before the accumulator.
-    alike = case.norm == "batch" or case.hook
+    # Statistics of BatchNorm stay what each rank built.
+    alike = case.norm == "batch"
     run, data, saved = start(0 if alike else rank), case.batches(rank), case.save_at or 0
     path = FOLDER / f"{name}.safetensors"
     if saved:
@@ -510,7 +510,7 @@ def refusals(rank):
     one, skip = rank == 1, "skip_window"
     own = nn.CosineDecayLR(0.01, 0.1, 20 - 8 * rank)  # from this rank's number of batches
     alike = {"options": {"momentum": 0.9}, "stages": (Clamp(1.0),), "loss_scaler": amp.DynamicLossScaler(2, 2, 5),
-             "after_update": print, "noise_scale": GradientNoiseScale(), "groups": 1,
+             "noise_scale": GradientNoiseScale(), "groups": 1,
              "rate": nn.CosineDecayLR(0.01, 0.1, 20)}
     return {
         "alone": alone, "started": started,
@@ -532,7 +532,6 @@ def refusals(rank):
         "scale": said_by(make, loss_scaler=amp.StaticLossScaler(2 ** (rank + 1))),
         "scaler": said_by(make, loss_scaler=amp.StaticLossScaler(2) if one else None),
         "max_skips": said_by(make, on_nonfinite=skip, max_skips=rank),
-        "hook": said_by(make, after_update=print if one else None),
         "buffer_dtype": said_by(make, buffer_dtype=ms.float16 if one else None),
         "stage": said_by(make, stages=(Clamp(1.0),) if one else ()),
         "limit": said_by(make, stages=(Clamp(1.0 + rank),)),

@@ -32,7 +32,6 @@ from ms_accum.selftest.networks import MLP, batches, mean_loss
 from support.differential.cases import plain_case
 from support.differential.optimizers import COMPILED_ONLY, OPTIMIZERS, build_optimizer
 from support.modes import recorded_warnings
-from support.pages import recipe
 
 SMALL = 8e-5  # mebibytes: several buckets
 REDUCERS = {"zero=0": DataParallel(bucket_mib=SMALL), "zero=1": DataParallel(zero=1, bucket_mib=SMALL),
@@ -119,12 +118,11 @@ def groups_of(parameters, sharding):
                      {"order_params": parameters}])
 
 
-def trained(rank, zero, network=MLP, loss="mean", groups=False, hook=False, change=False,
+def trained(rank, zero, network=MLP, loss="mean", groups=False, change=False,
             dataset=None, optimizer=None, finish=True, accumulate_step=2, reducers=REDUCERS, **options):
     """Train with a reducer. Return the network and the train step."""
     sharding = list if zero in PLAIN.values() else sharded
-    net = network(seed=rank if not hook else 0)  # rank 0's values replace them
-    average = recipe("train-step", "MovingAverage")(net.trainable_params(), 0.5) if hook else None
+    net = network(seed=rank)  # rank 0's values replace them
     parameters = net.trainable_params()
     if optimizer is not None:
         made = optimizer(parameters, sharding)
@@ -134,20 +132,19 @@ def trained(rank, zero, network=MLP, loss="mean", groups=False, hook=False, chan
     else:
         made = nn.Momentum(sharding(parameters), 0.05, 0.9)
     function, more = losses_of(net)[loss]
-    step = make_train_step(function, made, accumulate_step, reducer=reducers[zero], after_update=average, **more,
-                           **options)
+    step = make_train_step(function, made, accumulate_step, reducer=reducers[zero], **more, **options)
     dataset = data(rank) if dataset is None else dataset
     for i, _ in enumerate(step.epoch(dataset) if finish else (step(*batch) for batch in dataset)):
         if change and i == 3:  # between two updates: what the user writes is respected
             ops.assign(parameters[0], parameters[0] * 0.5)
-    return net, step, average
+    return net, step
 
 
 RUNS = {
     "plain": {}, "groups": {"groups": True}, "clipped": {"clip_norm": 0.05, "groups": True},
     "masked": {"loss": "masked"}, "sum": {"loss": "sum"}, "pieces": {"pieces": 2},
     "long_window": {"accumulate_step": 3},
-    "windows_of_one": {"accumulate_step": 1}, "hook": {"hook": True, "groups": True}, "changed": {"change": True},
+    "windows_of_one": {"accumulate_step": 1}, "changed": {"change": True},
     "tied": {"network": Tied, "clip_norm": 0.5}, "skip_window": {"on_nonfinite": "skip_window", "nan": 3},
     "skip_microbatch": {"on_nonfinite": "skip_microbatch", "nan": 3}, "scaler": {"scaler": True, "nan": 3},
     "losses": {"loss": "pair"}, "half": {"network": Half, "clip_norm": 0.5},
@@ -159,8 +156,8 @@ def run(rank, zero, nan=None, scaler=False, **settings):
     """What one of `RUNS` ends with: arrays, and what is counted."""
     if scaler:
         settings["loss_scaler"] = amp.DynamicLossScaler(2**8, 2, 2)
-    net, step, average = trained(rank, zero, dataset=data(rank, nan_at=nan), **settings)
-    arrays = [p.asnumpy().copy() for p in (*net.trainable_params(), *(average.averages if average else ()))]
+    net, step = trained(rank, zero, dataset=data(rank, nan_at=nan), **settings)
+    arrays = [p.asnumpy().copy() for p in net.trainable_params()]
     acc = step.accumulator
     counts = [int(acc.update_step), int(acc.skipped), int(acc.seen), int(acc.closed_windows)]
     return arrays, counts, float(acc.grad_norm)
@@ -201,7 +198,7 @@ def zero_optimizers(rank):
         found[name] = {}
         for zero, plain in list(PLAIN.items())[:1 if compiled else 2]:
             base = values_of(trained(rank, plain, **options)[0])
-            net, step, _ = trained(rank, zero, **options)
+            net, step = trained(rank, zero, **options)
             found[name][zero] = {"moved": distance(base, values_of(MLP(seed=0))), "off": distance(values_of(net), base)}
             found[name]["held"] = [sum(p.size for p in step.accumulator.optimizer.parameters),
                                    sum(p.size for p in net.trainable_params())]
@@ -356,9 +353,9 @@ def zero_checkpoints(rank, folder):
     for saved in order:
         for going_on in order:
             path = folder / f"zero-{order.index(saved)}{order.index(going_on)}.safetensors"
-            net, step, _ = trained(rank, saved, groups=True, dataset=dataset[:4])
+            net, step = trained(rank, saved, groups=True, dataset=dataset[:4])
             save_checkpoint(path, net, step, extra=1)
-            other, resumed, _ = trained(1 + rank, going_on, groups=True, dataset=dataset[:1], finish=False)
+            other, resumed = trained(1 + rank, going_on, groups=True, dataset=dataset[:1], finish=False)
             load_checkpoint(path, other, resumed)
             for batch in dataset[4:]:
                 step(*batch)
@@ -431,14 +428,14 @@ def zero_own(rank, folder):
     found, path = {}, folder / "own.safetensors"
     options, bare = ({"optimizer": lambda parameters, sharding, kind=kind: kind(sharding(parameters)), "reducers": OWN}
                      for kind in (Warmed, Bare))
-    whole, _, _ = trained(rank, "zero=0", **options)
-    bare, _, _ = trained(rank, "zero=1", **bare)
+    whole, _ = trained(rank, "zero=0", **options)
+    bare, _ = trained(rank, "zero=1", **bare)
     found["no cell"] = {"off": distance(values_of(bare), values_of(whole)),
                         "moved": distance(values_of(whole), values_of(MLP(seed=0)))}
     for zero in ("zero=1", "zero=2"):
-        net, step, _ = trained(rank, zero, **options, dataset=data(rank)[:4], finish=False)
+        net, step = trained(rank, zero, **options, dataset=data(rank)[:4], finish=False)
         save_checkpoint(path, net, step)
-        net, step, _ = trained(1 + rank, "zero=2" if zero == "zero=1" else "zero=1", **options, dataset=[],
+        net, step = trained(1 + rank, "zero=2" if zero == "zero=1" else "zero=1", **options, dataset=[],
                                finish=False)
         load_checkpoint(path, net, step)
         step.accumulator.optimizer.calls = 2  # a plain number is not in a file
@@ -447,7 +444,7 @@ def zero_own(rank, folder):
         found[zero] = {"off": distance(values_of(net), values_of(whole)),
                        "moved": distance(values_of(whole), values_of(MLP(seed=0)))}
     hides = {"optimizer": lambda parameters, sharding: Hidden(sharding(parameters), 0.1), "reducers": OWN}
-    net, step, _ = trained(rank, "zero=1", **hides, dataset=data(rank)[:2], finish=False)
+    net, step = trained(rank, "zero=1", **hides, dataset=data(rank)[:2], finish=False)
     return {**found, "hidden": said_by(save_checkpoint, path, net, step)}
 
 
@@ -460,7 +457,7 @@ def zero_interrupted(rank):
         with patch.object(Zero, "gather_parameters", gather_parameters):
             yield
 
-    _, step, _ = trained(rank, "zero=1", dataset=data(rank)[:3], finish=False)
+    _, step = trained(rank, "zero=1", dataset=data(rank)[:3], finish=False)
     with failing():
         try:
             step(*data(rank)[3])

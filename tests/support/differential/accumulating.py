@@ -9,7 +9,6 @@ from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.core.optimizers import divided_state, own_name
 from ms_accum.selftest.comparing import values
 from support.drivers import Driver, counters
-from support.pages import recipe
 
 from .networks import Transposed, Weighed, build_loss
 from .optimizers import build_optimizer, state_of
@@ -72,11 +71,10 @@ class Accumulating:
             scale = 2.0**exponent
             self.scaler = amp.StaticLossScaler(scale) if kind == "static" else amp.DynamicLossScaler(scale, 2, *window)
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
-        self.average = recipe("train-step", "MovingAverage")(self.loss.trainable_params(), 0.5) if case.hook else None
         self.accumulator = Accumulator(
             self.optimizer, case.schedule, case.clip_norm, reduction=case.reduction, on_nonfinite=case.on_nonfinite,
-            buffer_dtype=getattr(ms, case.buffer_dtype or "", None), after_update=self.average,
-            noise_scale=self.noise_scale, loss_scaler=self.scaler, **options)
+            buffer_dtype=getattr(ms, case.buffer_dtype or "", None), noise_scale=self.noise_scale,
+            loss_scaler=self.scaler, **options)
         self.driver = Driver(
             case.driver, self.accumulator, self._forward(), weight_fns_of(case), sink=bool(case.seed % 2),
             divisor=float(case.accumulate_step) if case.reduction == "sum" else 1.0,
@@ -138,7 +136,6 @@ class Accumulating:
         return {
             "counters": counters(accumulator), "grad_norm": float(accumulator.grad_norm),
             "parameters": values(self.loss.trainable_params()), "state": self._whole_state(),
-            "averages": values(self.average.averages) if self.average else None,
             "noise": noise and [noise.noise, noise.gradient_squared],
             "scaler": scaler and [float(scaler.scale_value), int(getattr(scaler, "counter", 0))]}
 

@@ -28,7 +28,7 @@ PLAIN = {
     "level": "none", "front": "dense", "norm": "none", "backward_clip": False, "loss": "mean", "factor": 1.0,
     "optimizer": "nn.Momentum", "groups": False, "rates": "number", "reduction": "mean", "accumulate_step": 2,
     "clip_norm": None, "pieces": 1, "weight": "samples", "scaler": None, "on_nonfinite": "apply", "noise_scale": False,
-    "event": "none", "nonfinite_at": None, "load_into": "fresh", "shapes": (6, 6), "count": 7, "seed": 1, "hook": False,
+    "event": "none", "nonfinite_at": None, "load_into": "fresh", "shapes": (6, 6), "count": 7, "seed": 1,
     "aux": False, "buffer_dtype": None, "empty_at": None, "batch_axis": 0, "loss_reduction": "mean", "declared": False,
     "evaluate_at": None, "rate_at": None}
 
@@ -49,7 +49,7 @@ def near_plain(choose):
 class Case(namedtuple("Case", (
         "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates",
         "reduction", "accumulate_step", "clip_norm", "pieces", "weight", "scaler", "on_nonfinite", "noise_scale",
-        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "hook", "aux", "buffer_dtype", "sync",
+        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "aux", "buffer_dtype", "sync",
         "batch_axis", "loss_reduction", "declared", "evaluate_at", "rate_at"))):
     """One run. Everything random in it comes from `seed`. `sync`: how several ranks exchange (`ranks.py`).
 
@@ -217,7 +217,6 @@ def compose(choose, **fixed):
     one, other = pick("shapes", shapes)
     count = pick("count", (6, 7, 8))
     pick("seed", range(1000))
-    pick("hook", (False, True))
     pick("aux", (False, True) if driver.split("-")[0] in ("step", "ahead") else (False,))
     narrower = () if exact or loss == "mse" else ("float16",)
     pick("buffer_dtype", (None, None, "float32", "float64", *narrower))

@@ -115,8 +115,6 @@ def counted_under_a_name(self, window):
         factor = ops.depend(factor, step)
     self.count_seen(window["weight"])
     self.optimizer(self.of_copies.scale(factor, window["gradients"], self.dtypes))
-    for hook in self.hooks:
-        hook()
     ops.assign_add(self.closed_windows, 1)
 
 

@@ -67,8 +67,6 @@ class Comparison:
     def window(self, facts, where):
         """What a window changes."""
         self._parameters("", where, facts["parameters"], self.plain.parameters)
-        if self.case.hook:
-            self._parameters("average of ", where, facts["averages"], self.plain.averages)
         got, expected = facts["state"], values(state_of(self.plain.optimizer))
         assert len(got) == len(expected)
         for i, (one, other) in enumerate(zip(got, expected)):
