@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from os import environ
 from typing import Any, NoReturn
@@ -142,13 +142,7 @@ except ImportError:
     create_group = get_group_size = get_local_rank_size = init = get_rank
 
 
-# What PyNative records for a backward pass. Without one of these, `Accumulator.backward` raises an error that names
-# `eager=True`, and updates by hand are recorded if the script records.
-try:
-    from mindspore._c_expression import run_backward
-except ImportError:
-    run_backward = None
-
+# What records op by op. Without it, gradients of a failed backward pass may stay in memory.
 try:
     from mindspore.graph.api import _pynative_executor as executor
 except ImportError:  # MindSpore 2.8 and older
@@ -156,32 +150,8 @@ except ImportError:  # MindSpore 2.8 and older
         from mindspore.common.api import _pynative_executor as executor
     except ImportError:
         executor = None
-
-
-_RECORDING = ("grad_flag", "set_grad_flag", "enable_grad", "set_enable_grad")
-if not all(hasattr(executor, name) for name in _RECORDING):
+if not all(hasattr(executor, name) for name in ("set_grad_flag", "enable_grad", "set_enable_grad")):
     executor = None
-_before: list[bool] = []  # for each block that records: whether MindSpore recorded before it
-_stopped: list[bool] = []  # for each `stop_recording`: whether MindSpore recorded before it
-
-
-@contextmanager
-def recording() -> Iterator[Callable[[], None]]:
-    """Record what runs op by op in the block, for `backward`. Yield a function that switches it on again."""
-    def record() -> None:
-        record_if(True)
-
-    _before.append(executor.grad_flag())
-    try:
-        record()
-        yield record
-    finally:  # blocks may end in any order; the last one that ends restores what was before the first one
-        was_on = _before[0]
-        _before.pop()
-        if not _before:
-            record_if(was_on)
-        else:
-            _before[0] = was_on
 
 
 def is_enabled() -> bool:
@@ -195,80 +165,16 @@ def enable(is_on: bool) -> None:
         executor.set_enable_grad(is_on)
 
 
-def is_recording() -> bool:
-    """Return whether MindSpore records; False if it is not known."""
-    return executor is not None and executor.grad_flag()
-
-
-def record_if(is_on: bool) -> None:
-    """Record from here on, or not."""
-    if executor is not None:
-        executor.set_grad_flag(is_on)
-
-
 def abandon() -> None:
     """Forget what was recorded, after an error.
 
     After an error of Python in a function whose gradient MindSpore takes, it records for ever, also after later
     gradients: then `nn.AdamWeightDecay` changes nothing (2.7 to 2.10). To switch it off does not help.
     """
-    record_if(False)
+    if executor is not None:
+        executor.set_grad_flag(False)
     if hasattr(executor, "clear_res"):
         executor.clear_res()
-
-
-@ops.constexpr
-def stop_recording(runs_op_by_op: bool) -> bool:
-    """Record nothing from here on, op by op. Do it for updates: AdamWeightDecay changes nothing otherwise (2.10).
-
-    MindSpore may record outside of `recording`, too: after an error in a function whose gradient it takes (2.10). An
-    error or an interrupt before `record_again` leaves recording off, which no other gradient needs.
-    """
-    if runs_op_by_op:
-        _stopped.append(is_recording())
-        record_if(False)
-    return True
-
-
-@ops.constexpr
-def record_again(runs_op_by_op: bool) -> bool:
-    """Undo the last `stop_recording`."""
-    if runs_op_by_op and _stopped:
-        record_if(_stopped.pop())
-    return True
-
-
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Record nothing in the block."""
-    stopped = len(_stopped)
-    try:
-        stop_recording(True)
-        yield
-    finally:
-        if len(_stopped) > stopped:
-            record_if(_stopped[stopped])
-            del _stopped[stopped:]
-
-
-def backward(loss: Any, parameters: Any = None) -> None:
-    """Run the backward pass of a loss that was recorded, for these parameters alone; None: for all."""
-    run_backward((loss,), None, False, False, parameters if parameters is None else tuple(parameters))
-
-
-def is_recorded(loss: Any) -> bool:
-    """Return whether a loss has a backward pass; True if it is not known."""
-    return getattr(loss, "_requires_grad", True)
-
-
-def gradient_of(parameter: Any) -> Any:
-    """Return what a backward pass has left at a parameter, or None."""
-    return parameter._grad  # noqa: SLF001
-
-
-def forget_gradient(parameter: Any) -> None:
-    """Leave nothing at a parameter."""
-    parameter._grad = None  # noqa: SLF001
 
 
 def address_of(parameter: Any) -> int:

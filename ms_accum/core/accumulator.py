@@ -1,12 +1,10 @@
 """The accumulator: one buffer for each parameter, filled by microbatches and emptied by an update."""
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
-from functools import partial
-from typing import TYPE_CHECKING, Optional, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Optional, TypedDict
 
 import mindspore as ms
-from mindspore import ParameterTuple, Tensor, amp, nn, ops
+from mindspore import ParameterTuple, Tensor, amp, nn
 
 from ..arguments import Uncopied, fix_options, instance_of, number, one_of
 from ..distributed.buckets import AccumulatedParameters
@@ -15,18 +13,9 @@ from ..distributed.exchange import OneDevice
 from ..distributed.parallel_modes import may_shard, require_whole_gradients, warn_if_alone
 from ..distributed.slices import Slices
 from ..distributed.zero import slices_among, whole_parameters
-from ..mindspore_api import (
-    backward,
-    forget_gradient,
-    gradient_of,
-    isconstant,
-    jit_class,
-    recording,
-    unrecorded,
-)
+from ..mindspore_api import isconstant, jit_class
 from ..tensors import as_weight, require_condition
 from .boundary import Boundary, Status
-from .epoch import Epoch, warn_of_no_batch, without_first
 from .facts import describe, short_text_of, text_of, texts_of_stages
 from .length import length_of
 from .notes import note_called, note_closed, note_filled
@@ -41,7 +30,6 @@ from .stages import (
     require_slices_suffice,
     stages_of,
 )
-from .stream import Stream, require_backward, require_scalar_loss, require_untouched
 from .window import Window
 
 if TYPE_CHECKING:
@@ -52,7 +40,6 @@ if TYPE_CHECKING:
     from .stages import Stage
 
 REDUCTIONS = ("sum", "mean")
-Batch = TypeVar("Batch")
 
 
 class Options(TypedDict, total=False):
@@ -204,14 +191,14 @@ class Accumulator(Uncopied):
             clip_norm=clip_norm, on_nonfinite=on_nonfinite, loss_scaler=loss_scaler, noise_scale=noise_scale,
             stages=stages), stages if noise_scale is None else (*stages, noise_scale))
         settings["reducer"] = exchange.describe()
-        self._optimizer, self._noise_scale, self._is_in_backward = optimizer, noise_scale, False
+        self._optimizer, self._noise_scale = optimizer, noise_scale
         if loss_scaler is not None:
             require_scale(loss_scaler.scale_value)
         length.share(exchange.inside)
         stages = stages_of(loss_scaler, on_nonfinite, noise_scale, stages, self)
         self.window = window = Window(optimizer, length, stages, exchange, reduction, clip_norm)
         name_state(optimizer, window.prefix)
-        self.boundary, self._stream = Boundary(window, settings, max_skips), Stream(window)
+        self.boundary = Boundary(window, settings, max_skips)
         self.boundary.watch(self, f"{type(optimizer).__name__} of {weights[0].name}")
         self._kept = (*window.run_state, *(p for stage in stages for p in stage.run_state))
         self.weights = window.weights
@@ -244,114 +231,6 @@ class Accumulator(Uncopied):
         closed = self.close_if(self.window.is_full())
         note_called(self.window.number, isconstant(self.mini_step), True)
         return closed
-
-    def epoch(self, batches: Iterable[Batch], resume: Optional[bool] = None) -> Iterator[Batch]:
-        """Yield the batches of an epoch for a loop that calls `backward`, and apply the incomplete last window.
-
-        Until the loop ends, MindSpore records what runs op by op, as under `loss.backward()` in PyTorch. Some of its
-        optimizers change nothing then (`nn.AdamWeightDecay`): call others than this accumulator's outside of the loop.
-        A gradient in a function that `ms.jit` compiles meanwhile may fail (`GatherDGradV2`, in 2.10): for such a
-        microbatch, write a plain loop and `flush()`.
-
-            for data, label in accumulator.epoch(dataset):
-                loss = loss_fn(network(data), label)
-                accumulator.backward(loss, weight=len(data))
-
-        Leaving the loop early leaves the window open; `flush()` applies it. With several ranks, every rank then has to
-        call it.
-
-        Args:
-            batches: Any iterable. Batches are yielded as they are.
-            resume: After `load_checkpoint` in the middle of an epoch, as in `TrainStep.epoch`: True skips the batches
-                that were trained; with False, `batches` are only the others. A batch is trained if the body has called
-                `backward` in it, or has ended.
-
-        Raises:
-            RuntimeError: After `load_checkpoint` in the middle of an epoch, if `resume` is not given; with
-                `resume=True`, if the last loop was left; if this loop is to go on after another one has begun.
-            ValueError: If there are fewer batches than were trained before.
-        """
-        require_backward()
-        return Epoch(self._epoch(batches, resume), "accumulator", "batch", batches,
-                     lambda: self.boundary.skips(False) if resume else 0)
-
-    def _epoch(self, batches: Iterable[Batch], resume: Optional[bool]) -> Generator[Batch, None, None]:
-        boundary = self.boundary
-        skip = boundary.begin_epoch(resume)
-        loop, is_empty, (epochs, trained) = boundary.loop, True, self.window.place.asnumpy().tolist()
-        try:
-            with recording() as record:
-                for batch in without_first(skip, batches):
-                    is_empty, trained = False, trained + 1
-                    record()  # a gradient that the loop has computed may have switched it off
-                    boundary.begin_batch((epochs, trained))
-                    yield batch
-                    boundary.end_batch(loop, (epochs, trained))
-            if is_empty and skip == 0:
-                warn_of_no_batch("accumulator")
-            boundary.flush(ends_epoch=True)
-            boundary.end_epoch(is_empty)
-        except GeneratorExit:  # the loop was left
-            raise
-        except BaseException:
-            boundary.note_interrupted(loop)
-            raise
-
-    def backward(self, loss: Tensor, weight: Scalar = 1.0) -> Tensor:
-        """Run the backward pass of a loss, add its gradients, and update if the window is full: op by op, in `epoch`.
-
-        It takes the place of `loss.backward()`, `optimizer.step()` and `zero_grad()`. Each gradient is added to its
-        buffer during the backward pass, and then forgotten, unless a stage looks at gradients or ranks sum each
-        microbatch. Parameters that the loss does not depend on get a gradient of 0. With a loss scaler, it scales the
-        loss itself. It uses private functions of MindSpore, which fail for layers with `recompute()` or a `bprop` of
-        their own (2.10); `make_train_step(..., eager=True)` needs none, and takes these.
-
-        Args:
-            loss: Of one microbatch, computed in PyNative mode, not from `scaled`: float Tensor of shape `()`. With
-                `reduction="mean"` the undivided mean, with "sum" divided by `accumulate_step`.
-            weight: See a call.
-
-        Returns:
-            Whether this microbatch closed the window: bool Tensor of shape `()`.
-
-        Raises:
-            TypeError, ValueError: If `loss` or `weight` does not fit. The state is then unchanged.
-            RuntimeError: If nothing was recorded for `loss`; if a parameter holds a gradient of another backward pass,
-                or is sharded; if a gradient came twice (the open window must then be dropped); if MindSpore lacks these
-                private functions; and as in a call.
-
-        Source: `Accelerator.backward` of Hugging Face Accelerate; the hooks are those of PyTorch's tutorial on fusing
-        the optimizer step into the backward pass.
-        """
-        require_backward()
-        require_scalar_loss(loss)
-        weight = as_weight(weight)
-        window, number = self.window, self.window.number
-        note_called(number, True, False)
-        note_filled(number)
-        if not self._is_in_backward:  # otherwise, an interrupt has stopped the last call: these are its own
-            require_untouched(window.weights)
-        self._is_in_backward, scaled, gradients = True, self.scaled(loss), None
-        try:
-            with unrecorded():
-                window.begin(loss)
-            self._stream(weight, partial(self._run_backward, scaled))
-            if not window.streams:
-                gradients = tuple([ops.zeros_like(p) if gradient_of(p) is None else gradient_of(p)
-                                   for p in window.weights])
-        finally:
-            for parameter in window.weights:
-                forget_gradient(parameter)
-            self._is_in_backward = False
-        with unrecorded():
-            window.add(gradients, weight, ends=1)
-            closed = window.close_if(window.is_full())
-        note_called(number, True, True)
-        return closed
-
-    def _run_backward(self, loss: Tensor) -> None:
-        self._stream.start()
-        backward(loss, self.window.weights)
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> None:
         """Add one microbatch to the open window, without an update. Arguments and errors are those of a call."""

@@ -236,8 +236,6 @@ class Boundary:
         self.samples = Samples()
         self.has_epochs, self.has_place = False, True
         self._place: Optional[tuple[int, int]] = None  # epochs and trained before a microbatch that has no place
-        self._after_batch: Optional[tuple[int, int]] = None  # the place after the batch of a loop by hand
-        self._calls = 0  # of this batch
         self._is_moved = False  # whether a checkpoint was loaded since the last loop has begun, or gone on
         self._is_loaded = False  # whether a checkpoint was loaded, and nothing was trained since
         self._is_interrupted = False  # whether the last loop over an epoch was
@@ -448,7 +446,7 @@ class Boundary:
         """
         self.require_same_memory()
         status = self.status()
-        self._after_batch = self._place = self._ended = None
+        self._place = self._ended = None
         trained = self._trained_of(status)
         was_left, self._is_in_epoch, self._is_moved, self.loop = self._is_in_epoch, True, False, self.loop + 1
         if resume is None or trained == 0:
@@ -507,18 +505,6 @@ class Boundary:
         if self._is_moved:
             self._set_place(*place)
             self._is_moved, self._is_loaded, self.has_epochs, self._is_in_epoch = False, False, True, True
-
-    def begin_batch(self, place: tuple[int, int]) -> None:
-        """Begin a batch of a loop by hand, after which the loop is at this place, however often the body is called."""
-        self._after_batch, self._calls, self._place = place, 0, None
-
-    def end_batch(self, loop: int, place: tuple[int, int]) -> None:
-        """End a batch of a loop by hand, of this number, after which it is at this place; see `go_on`."""
-        if loop == self.loop:
-            self._after_batch = self._place = None
-            if self._calls != 1:  # the device has counted the calls; in a graph, they are not known
-                self._set_place(*place)
-        self.go_on(loop, place)
 
     def begin_training(self, skips: bool) -> None:
         """Begin epochs of a `Model`, whose data begin with an epoch, unless it `skips` some.
@@ -815,8 +801,6 @@ class Boundary:
             self.forget()
             self.ask()
         self._may_be_full = not is_done
-        if is_done and self._after_batch is not None:
-            self._calls, self._place = self._calls + 1, self._after_batch
 
     def note_closed(self, runs_op_by_op: bool, is_applied: bool) -> None:
         """Note that a window is closed or dropped by hand. Raise ValueError if it is applied and a parameter is frozen.
@@ -886,7 +870,7 @@ class Boundary:
         self._ended, self._is_in_epoch = None, False
         # Older files do not say whether there was a loop.
         self.has_epochs, self._is_moved = has_epochs or int(window.place[0]) > 0, True
-        self._place = self._after_batch = None
+        self._place = None
 
     @property
     def gives_back(self) -> bool:

@@ -9,10 +9,10 @@ from warnings import warn
 from ..mindspore_api import is_read_to_be_counted
 
 Item = TypeVar("Item")
-_UNUSED = ("nobody iterated over {0}.epoch(batches), so nothing was trained; write "
-           "`for {1} in {0}.epoch(batches): ...`, which trains one microbatch after the other")
-_EMPTY = ("{}.epoch(batches) got no batch, so nothing was trained; give batches again for each epoch: an iterator or a "
-          "generator that was read before is used up")
+_UNUSED = ("nobody iterated over train_step.epoch(batches), so nothing was trained; write "
+           "`for loss in train_step.epoch(batches): ...`, which trains one microbatch after the other")
+_EMPTY = ("train_step.epoch(batches) got no batch, so nothing was trained; give batches again for each epoch: an "
+          "iterator or a generator that was read before is used up")
 
 
 class Epoch(Iterator[Item]):
@@ -23,17 +23,14 @@ class Epoch(Iterator[Item]):
 
     Args:
         items: The generator.
-        owner: What the epoch is of, in code: "train_step" or "accumulator".
-        item: What it yields, in code.
         batches: What is iterated over.
         skipped: Returns how many of the batches are skipped, if the epoch begins now.
     """
 
     _has_begun = True  # also if an interrupt stops `__init__`
 
-    def __init__(self, items: Generator[Item, Any, Any], owner: str, item: str, batches: Iterable,
-                 skipped: Callable[[], int] = lambda: 0) -> None:
-        self._items, self._names, self._batches, self._skipped = items, (owner, item), batches, skipped
+    def __init__(self, items: Generator[Item, Any, Any], batches: Iterable, skipped: Callable[[], int]) -> None:
+        self._items, self._batches, self._skipped = items, batches, skipped
         self._first = 0
         self._has_begun = False
 
@@ -66,12 +63,12 @@ class Epoch(Iterator[Item]):
     def __del__(self) -> None:
         """Warn if no item was asked for."""
         if not self._has_begun:
-            warn(_UNUSED.format(*self._names), UserWarning, stacklevel=2)
+            warn(_UNUSED, UserWarning, stacklevel=2)
 
 
-def warn_of_no_batch(owner: str) -> None:
+def warn_of_no_batch() -> None:
     """Warn that an epoch held no batch; called in the generator of an `Epoch`."""
-    warn(_EMPTY.format(owner), UserWarning, stacklevel=4)
+    warn(_EMPTY, UserWarning, stacklevel=4)
 
 
 def without_first(skip: int, batches: Iterable, see: Callable[[Any], object] = lambda batch: None) -> Iterable:

@@ -7,25 +7,14 @@ So the gradients of two layers are never in memory together.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import mindspore as ms
 from mindspore import Parameter, Tensor
 
-from ..mindspore_api import (
-    abandon,
-    add_hook,
-    enable,
-    executor,
-    gradient_of,
-    is_enabled,
-    is_recorded,
-    is_recording,
-    record_if,
-    run_backward,
-)
-from ..tensors import COMPLEX, FLOATS, checked_gradients
+from ..mindspore_api import abandon, add_hook, enable, is_enabled
+from ..tensors import COMPLEX, checked_gradients
 from .kernels import add_one
 from .notes import note_use
 
@@ -70,17 +59,14 @@ class Stream:
             TypeError, ValueError: If a gradient does not fit its parameter (e.g. a sparse one).
             RuntimeError: If a gradient came twice.
         """
-        window, was_enabled, was_recording = self.window, is_enabled(), is_recording()
+        window, was_enabled = self.window, is_enabled()
         note_use(window.number)  # buffers need memory
         self._factor, self._hooks, self._handles = factor, [], []
         try:
             result = backward()
         except BaseException:
             enable(was_enabled)  # MindSpore 2.10 leaves it off, and then refuses all later gradients
-            if was_recording:
-                record_if(True)
-            else:
-                abandon()
+            abandon()
             raise
         finally:
             self.current = 0
@@ -141,39 +127,3 @@ class Hook:
         self.times += 1
         add_one(self.factor, self.buffer, gradient)
         return self.stream.nothing
-
-
-def require_backward() -> None:
-    """Raise RuntimeError if MindSpore has no backward pass of a recorded loss, or is in graph mode."""
-    if ms.get_context("mode") != ms.PYNATIVE_MODE:
-        raise RuntimeError("accumulator.backward was called in graph mode, expected PyNative mode; call "
-                           "mindspore.set_context(mode=mindspore.PYNATIVE_MODE), or use make_train_step")
-    if run_backward is None or executor is None:
-        raise RuntimeError("this MindSpore lacks a private function that accumulator.backward needs; train with "
-                           "make_train_step(forward_fn, optimizer, accumulate_step, eager=True)")
-
-
-def require_scalar_loss(loss: Any) -> None:
-    """Raise an error unless a loss is a float scalar that was recorded."""
-    if not isinstance(loss, Tensor):
-        raise TypeError(f"loss is of type {type(loss).__name__}, expected a Tensor; give the loss itself, without "
-                        "float(), .item() or .asnumpy()")
-    if loss.shape != ():
-        raise ValueError(f"loss has shape {tuple(loss.shape)}, expected shape (); give the mean over the samples")
-    if loss.dtype not in FLOATS:
-        raise TypeError(f"loss is of {loss.dtype}, expected a float dtype; do not cast the network's loss")
-    if not is_recorded(loss):
-        raise RuntimeError("loss was computed while nothing was recorded, so it has no gradients, expected one of a "
-                           "loop over accumulator.epoch(batches); look for stop_gradient, and for a gradient (ms.grad, "
-                           "another step) that the loop computes before the loss: it switches recording off")
-
-
-def require_untouched(parameters: Iterable[Parameter]) -> None:
-    """Raise RuntimeError for parameters that hold a gradient already, or are sharded by another library."""
-    for parameter in parameters:
-        if gradient_of(parameter) is not None:
-            raise RuntimeError(f"{parameter.name} holds a gradient of another backward pass, expected none; leave out "
-                               "loss.backward() and hooks of other frameworks that accumulate gradients, or clear them")
-        if hasattr(parameter, "to_local"):
-            raise RuntimeError(f"{parameter.name} is sharded (a DTensor), expected a whole parameter; train without "
-                               "fully_shard, with reducer=DataParallel()")

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Optional, Union
 import mindspore as ms
 from mindspore import Parameter, ParameterTuple, Tensor, ops
 
-from ..mindspore_api import isconstant, jit_class, record_again, stop_recording
+from ..mindspore_api import jit_class
 from ..tensors import (
     after,
     as_numbers,
@@ -311,8 +311,6 @@ class Window:
     def update_with(self, window: dict[str, Any]) -> None:
         """Update with a window of `total`, or of `update_alone`, and close it."""
         gradients, unit, weight = window["gradients"], window["unit"], window["weight"]
-        # Op by op (then `isconstant` is true), MindSpore must not record the update for a backward pass.
-        stop_recording(isconstant(self.mini_step))
         # An error before this mark has changed nothing. After it, an error message is better than a window that is
         # applied twice. It is added and subtracted, so that a mark of an unfinished piece is not lost.
         ops.assign_add(self.unfinished, ops.depend(Tensor(UPDATING, ms.int32), gradients[-1]))
@@ -348,7 +346,6 @@ class Window:
             for parameter in self.of_stages:
                 ops.assign(parameter, ops.zeros_like(parameter))
         ops.assign_add(self.unfinished, -UPDATING)
-        record_again(isconstant(self.mini_step))
 
     def close(self) -> None:
         """Update with the open window, or drop it if a stage does not accept it: a branch in a graph.

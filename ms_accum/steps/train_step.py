@@ -242,7 +242,7 @@ class TrainStep(Uncopied):
                 called in a compiled function.
         """
         require_python("epoch of a train step", COMPILES)
-        return Epoch(self._epoch(batches, resume), "train_step", "loss", batches, partial(self._skips, resume))
+        return Epoch(self._epoch(batches, resume), batches, partial(self._skips, resume))
 
     def _skips(self, resume: Optional[bool]) -> int:
         """Return the number of batches that an epoch skips."""
@@ -267,7 +267,7 @@ class TrainStep(Uncopied):
                 boundary.go_on(loop, place)
             if not last:  # there was no batch: take part in the windows of other ranks
                 if skip == 0:
-                    warn_of_no_batch("train_step")
+                    warn_of_no_batch()
                 self._flush(ends_epoch=True)
             boundary.end_epoch(is_empty=not last)
         except GeneratorExit:  # the loop was left
@@ -607,7 +607,7 @@ def make_train_step(
             them. Needed only if `forward_fn` is no Cell and does not name them itself: in a closure, as a global, as a
             default, or as an attribute of its `self`.
         **options: Options of `Accumulator`, which require an optimizer: `clip_norm`, `buffer_dtype`, `on_nonfinite`,
-            `max_skips`, `reducer`, `after_update`, `noise_scale`, `stages` and `loss_scaler`.
+            `max_skips`, `reducer`, `noise_scale`, `stages` and `loss_scaler`.
 
     Returns:
         A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is a float32 Tensor of shape `()`, or a

@@ -7,7 +7,7 @@ from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from support.modes import recorded_warnings
 from support.training import sgd
 
-from ms_accum import Accumulator, make_train_step
+from ms_accum import make_train_step
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
 pytestmark = [pytest.mark.core, pytest.mark.usefixtures("uncompiled")]
@@ -25,10 +25,6 @@ def of_several_losses():
     return make_train_step(lambda x, y: (loss(x, y), loss(x, y)), sgd(network), 2, losses=2, eager=True)
 
 
-def by_hand():
-    return Accumulator(sgd(MLP()), 2, reduction="mean")
-
-
 def said(do):
     """What was warned of about epochs, and whether at a line of this file."""
     with recorded_warnings() as caught:
@@ -37,11 +33,8 @@ def said(do):
             if "nothing was trained" in str(warning.message)]
 
 
-OWNERS = {"train_step": (of_a_step, lambda: of_a_step(eager=True), of_several_losses), "accumulator": (by_hand,)}
-
-
-@pytest.mark.parametrize(("owner", "build"), [(owner, build) for owner, many in OWNERS.items() for build in many])
-def test_an_epoch_that_nobody_iterates_over_is_warned_of(owner, build):
+@pytest.mark.parametrize("build", [of_a_step, lambda: of_a_step(eager=True), of_several_losses])
+def test_an_epoch_that_nobody_iterates_over_is_warned_of(build):
     """Control: not if one batch was trained, or the epoch was left."""
     driver = build()
 
@@ -53,21 +46,20 @@ def test_an_epoch_that_nobody_iterates_over_is_warned_of(owner, build):
         del epoch
 
     for do in (forgotten, kept):
-        assert said(do) == [(f"nobody iterated over {owner}.epoch(batches)", True)]
+        assert said(do) == [("nobody iterated over train_step.epoch(batches)", True)]
     assert said(lambda: next(driver.epoch(BATCHES))) == said(driver.epoch(BATCHES).close) == []
-    getattr(driver, "accumulator", driver).reset()
+    driver.accumulator.reset()
     assert said(lambda: list(driver.epoch(BATCHES))) == []
 
 
-@pytest.mark.parametrize(("owner", "build"), [(owner, build) for owner, many in OWNERS.items() for build in many])
+@pytest.mark.parametrize("build", [of_a_step, lambda: of_a_step(eager=True), of_several_losses])
 @pytest.mark.parametrize("empty", [list, lambda: iter(()), lambda: (x for x in ())])
-def test_an_epoch_without_a_batch_is_warned_of(owner, build, empty):
+def test_an_epoch_without_a_batch_is_warned_of(build, empty):
     """Control: not for an empty batch, which is one."""
     driver = build()
-    assert said(lambda: [None for _ in driver.epoch(empty())]) == [(f"{owner}.epoch(batches) got no batch", True)]
+    assert said(lambda: [None for _ in driver.epoch(empty())]) == [("train_step.epoch(batches) got no batch", True)]
     assert said(lambda: list(driver.epoch(BATCHES[:1]))) == []
-    if owner == "train_step":
-        assert said(lambda: list(driver.epoch([(np.zeros((0, 6), np.float32), np.zeros(0, np.int32))]))) == []
+    assert said(lambda: list(driver.epoch([(np.zeros((0, 6), np.float32), np.zeros(0, np.int32))]))) == []
 
 
 def test_an_epoch_that_is_resumed_after_its_last_batch_is_not_empty():
@@ -78,7 +70,7 @@ def test_an_epoch_that_is_resumed_after_its_last_batch_is_not_empty():
     assert train_step.updated
 
 
-@pytest.mark.parametrize("build", [of_a_step, of_several_losses, by_hand])
+@pytest.mark.parametrize("build", [of_a_step, of_several_losses])
 def test_an_epoch_has_the_length_of_its_batches(build):
     """Of a list, a dataset, and a generator, which has none; a progress bar shows it. It is the same to the end."""
     tqdm = pytest.importorskip("tqdm").tqdm
@@ -87,16 +79,14 @@ def test_an_epoch_has_the_length_of_its_batches(build):
     for data, length in ((BATCHES, 2), (dataset, 3), (BATCHES[:1], 1)):
         driver = build()
         epoch = driver.epoch(data)
-        lengths = [len(epoch), *(len(epoch) for _ in epoch), len(epoch)] if build is not by_hand else [len(epoch)]
+        lengths = [len(epoch), *(len(epoch) for _ in epoch), len(epoch)]
         epoch.close()
-        assert lengths == [length] * len(lengths)
-        assert len(lengths) == length + 2 or build is by_hand
+        assert lengths == [length] * (length + 2)
     for data, total in ((BATCHES, 2), ((batch for batch in BATCHES), None)):
         driver = build()
         bar = tqdm(driver.epoch(data), file=StringIO())
         assert bar.total == total
-        if build is not by_hand:
-            assert len([*bar]) == bar.n == 2
+        assert len([*bar]) == bar.n == 2
         bar.iterable.close()
     epoch = build().epoch(batch for batch in BATCHES)
     with pytest.raises(TypeError, match=r"object of type 'generator' has no len\(\)"):

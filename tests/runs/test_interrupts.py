@@ -26,7 +26,7 @@ N, RUNS, FEW, CALLS = 3, 84, 20, 9
 NEVER = 10**9
 FOLDER = str(Path(ms_accum.__file__).parent)
 BATCH = Tensor(np.ones((4, 1)), ms.float32)
-KINDS = ("step", "alone", "pieces", "judged", "cell-graph", "cell-pynative", "eager", "backward")
+KINDS = ("step", "alone", "pieces", "judged", "cell-graph", "cell-pynative", "eager")
 COSTLY = ("pieces", "cell-pynative")  # after an interrupt, pieces are compiled anew; a cell here runs op by op
 
 
@@ -79,8 +79,6 @@ class Run:
         self.mode = ms.GRAPH_MODE if kind == "cell-graph" else ms.PYNATIVE_MODE
         if kind.startswith("cell"):
             self.step = TrainOneStepCell(self.network, self.accumulator)
-        elif kind == "backward":
-            self.step = self.by_backward
         else:
             self.step = make_train_step(self.network, self.accumulator, pieces=2 if kind == "pieces" else 1,
                                         eager=kind == "eager")
@@ -93,11 +91,6 @@ class Run:
             self.step(BATCH)
         finally:
             ms.set_context(mode=ms.PYNATIVE_MODE)
-
-    def by_backward(self, batch):
-        for x in self.accumulator.epoch([batch]):
-            self.accumulator.backward(self.network(x), 4.0)
-            break
 
     def start_over(self):
         self.accumulator.reset()
@@ -154,7 +147,7 @@ def test_each_update_happens_once_or_is_refused(kind, runs):
             run.microbatch(rng.randint(1, int(1.5 * run.lines)) if rng.random() < 0.7 else NEVER)
         caught, refused = caught + run.caught, refused + run.refused
     assert caught > CALLS * runs / 5, "hardly any interrupt came"
-    assert refused > 0 if kind in (*COSTLY, "eager", "backward") else refused == 0
+    assert refused > 0 if kind in (*COSTLY, "eager") else refused == 0
     assert refused < caught / 2, "a batch is called torn where it is not"
 
 

@@ -26,7 +26,6 @@ DRIVERS = {
     "hand-jit": ("hand-jit", 3, "skip_microbatch", 1),
     "hand-pynative": ("hand-pynative", ALONE, "skip_window", 1),
     "step-eager": ("step-pynative", SHORT, "skip_window", 2),
-    "backward": ("backward-pynative", 3, "apply", 1),
 }
 
 

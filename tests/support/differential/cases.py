@@ -10,7 +10,7 @@ from .networks import FEATURES, FLOAT32_LEVELS, FRONTS, LEVELS, LOSSES, NORMS, W
 from .optimizers import COMPILED_ONLY, LINEAR, NN, OPTIMIZERS, SCALE_FREE
 
 COMPILED = ("hand-jit", "step", "ahead", "cell-graph", "model-graph")
-OP_BY_OP = ("hand-pynative", "step-pynative", "ahead-pynative", "cell-pynative", "model-pynative", "backward-pynative")
+OP_BY_OP = ("hand-pynative", "step-pynative", "ahead-pynative", "cell-pynative", "model-pynative")
 DECLARED = ("step", "ahead", "cell-graph")  # take declared shapes
 BY_HAND = ("hand", "backward")
 DRIVERS = (*COMPILED, *OP_BY_OP)
@@ -171,9 +171,7 @@ def compose(choose, **fixed):
     losses = [kind for kind in LOSSES if not (front == "tied" and kind == "mse") and kind != "pair"]
     loss = pick("loss", ("pair",) if ahead else losses)
     pick("norm", NORMS)
-    # `backward` takes no layer with a `bprop` (MindSpore 2.10).
-    clippable = loss in ("mean", "smoothed") and not driver.startswith("backward")
-    backward_clip = pick("backward_clip", (False, False, True) if clippable else (False,))
+    backward_clip = pick("backward_clip", (False, False, True) if loss in ("mean", "smoothed") else (False,))
     extreme = exact and optimizer in LINEAR and loss != "mse"
     factor = pick("factor", (1.0, 1.0, 1.0, 1e-12, 1e12) if extreme else (1.0,))
     pick("groups", (False, False, True) if optimizer != "nn.FTRL" else (False,))
