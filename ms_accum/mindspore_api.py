@@ -98,23 +98,13 @@ try:
 except ImportError:
     KERNEL_SEEDS = {}
 
-# MindSpore's own parallel modes. Without a name, what it detects is not: nothing counts as sharded or synchronised.
+# MindSpore's own parallel modes. Without it, no error says that they shard.
 try:
     from mindspore import get_auto_parallel_context
 except ImportError:
     def get_auto_parallel_context(_: str) -> str:
         """Return the mode in which nothing is sharded."""
         return "stand_alone"
-
-try:
-    from mindspore.parallel.auto_parallel import AutoParallel
-except ImportError:
-    AutoParallel = ()
-
-try:
-    from mindspore.parallel.distributed import DistributedDataParallel
-except ImportError:
-    DistributedDataParallel = ()
 
 # Ranks. Without one of these, one device trains, and an accumulator raises an error if several ranks were started.
 try:

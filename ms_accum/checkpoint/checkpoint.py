@@ -112,8 +112,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
             JSON and read again (tuples, keys that are not str); if the optimizer is not an `nn.Cell`, so that its state
             cannot be found.
         ValueError: If the path ends in another suffix, if two entries of the file would have the same name, if ranks
-            give different paths or networks, or if MindSpore has cut the parameters into slices (semi-auto and auto
-            parallel).
+            give different paths or networks.
         RuntimeError: If an error or an interrupt stopped a batch or an update before its end; if a parameter was given
             new memory (by `mindspore.load_param_into_net`), which a compiled step does not train.
         OSError: If the file cannot be written; the old file is kept. With several ranks, all of them raise it.
@@ -141,7 +140,6 @@ def _save(path: Union[str, os.PathLike], network: nn.Cell, accumulator: Any, ext
     accumulator = _checked_accumulator(network, accumulator)
     boundary = accumulator.boundary
     exchange = accumulator.exchange
-    exchange.require_whole_state()
     exchange.announce(SAVE)
     exchange.compare_parameters()
     _require_one_path(path, exchange.ranks)
@@ -222,7 +220,6 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
     accumulator = _checked_accumulator(network, accumulator)
     boolean("keep_rates", keep_rates, "say whether learning rates stay those of the file")
     boundary, exchange = accumulator.boundary, accumulator.exchange
-    exchange.require_whole_state()
     exchange.announce(LOAD)
     rank, ranks = exchange.rank, exchange.ranks
     _require_one_path(path, ranks)

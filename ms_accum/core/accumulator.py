@@ -10,8 +10,7 @@ from ..arguments import Uncopied, fix_options, instance_of, number, one_of
 from ..distributed.buckets import AccumulatedParameters
 from ..distributed.data_parallel import DataParallel
 from ..distributed.exchange import OneDevice
-from ..distributed.parallel_modes import may_shard, require_whole_gradients, warn_if_alone
-from ..distributed.slices import Slices
+from ..distributed.parallel_modes import require_unsharded, warn_if_alone
 from ..distributed.zero import slices_among, whole_parameters
 from ..mindspore_api import isconstant, jit_class
 from ..tensors import as_weight, require_condition
@@ -25,7 +24,6 @@ from .stages import (
     checked_loss_scaler,
     checked_nonfinite,
     checked_stages,
-    needing_whole_gradients,
     require_scale,
     require_slices_suffice,
     stages_of,
@@ -187,9 +185,8 @@ class Accumulator(Uncopied):
                 "loss_scaler": "None" if loss_scaler is None else text_of(loss_scaler),
                 **{f"the optimizer's {name}": text for name, text in (
                     describe(optimizer).items() if getattr(reducer, "compare", False) else ())}})
-        self.exchange = exchange = _exchange_of(reducer, optimizer, accumulated, needing_whole_gradients(
-            clip_norm=clip_norm, on_nonfinite=on_nonfinite, loss_scaler=loss_scaler, noise_scale=noise_scale,
-            stages=stages), stages if noise_scale is None else (*stages, noise_scale))
+        self.exchange = exchange = _exchange_of(
+            reducer, optimizer, accumulated, stages if noise_scale is None else (*stages, noise_scale))
         settings["reducer"] = exchange.describe()
         self._optimizer, self._noise_scale = optimizer, noise_scale
         if loss_scaler is not None:
@@ -330,7 +327,8 @@ fix_options(Accumulator, "optimizer", "accumulate_step", "reduction", "learning_
 
 
 def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, accumulated: AccumulatedParameters,
-                 features: tuple[str, ...], stages: tuple[Stage, ...]) -> OneDevice:
+                 stages: tuple[Stage, ...]) -> OneDevice:
+    require_unsharded()
     if reducer is not None:
         reducer = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
         exchange = reducer.bind(accumulated)
@@ -342,10 +340,7 @@ def _exchange_of(reducer: Optional[DataParallel], optimizer: nn.Optimizer, accum
         raise ValueError("the optimizer updates this rank's slices, but there is no reducer to gather them; give "
                          "reducer=DataParallel(zero=1), or build the optimizer from network.trainable_params()")
     warn_if_alone()
-    if not may_shard():
-        return OneDevice(accumulated)
-    require_whole_gradients(features)
-    return Slices(accumulated, features)
+    return OneDevice(accumulated)
 
 
 def _warned_length(accumulate_step: AccumulateStep, buffer_dtype: Optional[ms.Type]) -> WindowLength:

@@ -45,7 +45,6 @@ from weakref import finalize
 import mindspore as ms
 from mindspore import Tensor, nn, ops
 
-from ..distributed.parallel_modes import shards
 from ..tensors import require_trainable
 from .facts import given_to
 from .memory import Memory
@@ -815,9 +814,8 @@ class Boundary:
         self._closed_in_graphs = self._closed_in_graphs or not runs_op_by_op
 
     def note_given(self) -> None:
-        """Note what the script gave the optimizer, before anything is trained, saved or loaded. Not of MindSpore's
-        slices, which cannot be saved."""
-        if not self.given and not shards():
+        """Note what the script gave the optimizer, before anything is trained, saved or loaded."""
+        if not self.given:
             assign_rates_of_groups(self.window.optimizer)  # else a number in a group would differ from a Parameter
             self.given = given_to(self.window.optimizer)
 
@@ -926,8 +924,6 @@ class Graph(nn.Cell):
     def __init__(self, function: Callable) -> None:
         super().__init__(auto_prefix=False)
         self.function = function
-        # In MindSpore's semi-auto parallel mode, a graph without a forward pass cannot be compiled, or crashes.
-        self.add_flags(skip_auto_parallel_compile=True)
 
     def construct(self, *arguments: Any) -> Any:
         """Call the function."""

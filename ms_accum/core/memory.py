@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from mindspore import Parameter
 
-from ..distributed.parallel_modes import shards
 from ..mindspore_api import address_of
 from .optimizers import (
     assign_rates_of_groups,
@@ -40,7 +39,7 @@ class Memory:
         window: The open window on the device.
 
     Attributes:
-        is_noted: Whether `note` was called, and MindSpore does not keep slices elsewhere.
+        is_noted: Whether `note` was called.
     """
 
     def __init__(self, window: Window) -> None:
@@ -57,8 +56,6 @@ class Memory:
 
     def note(self) -> None:
         """Note where all is, after the first microbatch."""
-        if shards():
-            return
         self.is_noted = True
         weights = [(parameter.name, parameter) for parameter in self._window.weights]
         self._trained = [(name, parameter, address_of(parameter))

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from mindspore.ops import constexpr
 
-from ..distributed.parallel_modes import shards
+from ..distributed.parallel_modes import require_unsharded
 
 if TYPE_CHECKING:
     from .boundary import Boundary
@@ -51,8 +51,7 @@ def note_filled(number: int) -> bool:
 @constexpr
 def note_called(number: int, runs_op_by_op: bool, is_done: bool) -> bool:
     """Note that a call which adds by hand begins, or is done; see `Boundary.note_called`."""
-    if not shards():  # there, nothing can be read op by op, and the call raises an error
-        _boundaries[number].note_called(runs_op_by_op, is_done)
+    _boundaries[number].note_called(runs_op_by_op, is_done)
     return True
 
 
@@ -65,15 +64,19 @@ def note_closed(number: int, runs_op_by_op: bool, is_applied: bool) -> bool:
 
 @constexpr
 def note_use(number: int) -> bool:
-    """Note that a graph holds the window's unit of weights as a constant, and give its buffers memory."""
+    """Note that a graph holds the window's unit of weights as a constant, and give its buffers memory.
+
+    Raise ValueError in a graph that MindSpore shards: `AutoParallel` says so only when it is compiled.
+    """
+    require_unsharded()
     _boundaries[number].window.is_in_use = True
     return allocate(number)
 
 
 @constexpr
 def allocate(number: int) -> bool:
-    """Give the window's buffers memory. If MindSpore shards, it does so itself, when it knows the slices."""
+    """Give the window's buffers memory."""
     for parameter in _boundaries[number].window.buffers:
-        if parameter.has_init and not shards():
+        if parameter.has_init:
             parameter.init_data()
     return True

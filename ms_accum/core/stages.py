@@ -266,14 +266,6 @@ def stages_of(scaler: Optional[amp.LossScaler], on_nonfinite: str, noise_scale: 
     return (*scaling, *skipping, *(() if noise_scale is None else (noise_scale,)), *others)
 
 
-def needing_whole_gradients(*, clip_norm: Optional[float], on_nonfinite: str, stages: tuple[Stage, ...],
-                            **others: Optional[object]) -> tuple[str, ...]:
-    """Return the names of the arguments that need all gradients, and cannot work on the slices of one rank."""
-    looking = any(overrides(stage, "weigh", "measure", "accepts", "on_update") for stage in stages)
-    return (*(["clip_norm"] if clip_norm is not None else []), *(["on_nonfinite"] if on_nonfinite != "apply" else []),
-            *(name for name, value in others.items() if value is not None), *(["stages"] if looking else []))
-
-
 def require_slices_suffice(stages: tuple[Stage, ...]) -> None:
     """Raise ValueError for a stage that looks at gradients, and does not say that their slices will do."""
     for stage in stages:

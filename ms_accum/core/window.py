@@ -144,8 +144,7 @@ class Window:
         self.weight_sum, self.window_weight, self.seen_rest = (state_parameter(f"{prefix}.{name}", (), ms.float32)
                                                                for name in ("weight_sum", "window_weight", "seen_rest"))
         self.seen = state_parameter(f"{prefix}.seen", (), ms.int64)
-        # With values at once, as those of shape (): in semi-auto parallel mode, to read others op by op crashes.
-        self.place = Parameter(Tensor([0, 0], ms.int32), name=f"{prefix}.place", requires_grad=False)
+        self.place = state_parameter(f"{prefix}.place", (2,), ms.int32)
         self.one_trained = Tensor([0, 1], ms.int32)
         self.grad_norm = state_parameter(f"{prefix}.grad_norm", (), ms.float32, nan)
 

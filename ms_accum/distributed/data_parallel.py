@@ -12,7 +12,6 @@ from ..arguments import boolean, number, one_of, whole_number
 from ..mindspore_api import get_local_rank_size
 from .buckets import MEBIBYTE
 from .exchange import Exchange, OneDevice
-from .parallel_modes import require_unreduced
 from .ranks import broadcast_parameters, require_alike, world_size
 from .tags import announce_new
 from .zero import Zero
@@ -118,7 +117,6 @@ class DataParallel:
 
     def bind(self, accumulated: AccumulatedParameters) -> OneDevice:
         """Return the exchange of one accumulator. Raise ValueError if the ranks' parameters or settings differ."""
-        require_unreduced()
         ranks = world_size()
         if ranks == 1:
             return OneDevice(accumulated)

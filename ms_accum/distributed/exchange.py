@@ -26,7 +26,6 @@ from mindspore import Parameter, ParameterTuple, Tensor, ops
 from ..mindspore_api import GlobalComm, create_group, get_rank, jit_class, no_init_parameters
 from ..tensors import as_numbers, as_vector, state_parameter
 from .buckets import Buckets
-from .parallel_modes import require_unreduced
 from .ranks import gather, left_alone, require_alike, require_equal, together, world_size
 from .tags import (
     BUILD,
@@ -82,7 +81,7 @@ def _new_buffer(name: str, shape: tuple[int, ...], dtype: ms.Type) -> Parameter:
 
 @jit_class
 class OneDevice:
-    """Exchange nothing, on one device; the base of `Exchange`, `Zero` and `Slices`.
+    """Exchange nothing, on one device; the base of `Exchange` and `Zero`.
 
     Attributes:
         number: This accumulator's number: accumulators that exchange are counted as they are built; 0 on one device.
@@ -197,9 +196,6 @@ class OneDevice:
     def require_alike(self, settings: Mapping[str, object]) -> None:
         """Raise ValueError on every rank if settings of a step differ between ranks, and name them. For the host."""
 
-    def require_whole_state(self) -> None:
-        """Raise ValueError if this rank holds only slices of the state, so that it cannot be saved or loaded."""
-
     def describe(self) -> str:
         """Return the settings that must be equal in the run that resumes."""
         return f"sum inside {self.inside}, across {self.across}{', sharded' if self.divides_buffers else ''}"
@@ -242,7 +238,6 @@ class ManyRanks(OneDevice):
 
     def meet(self, numbers: Numbers) -> tuple[Any, Numbers]:
         """See `OneDevice`."""
-        require_unreduced()
         if self.across == 1:
             return (self.tags_inside.agreed == 1).all(), numbers
         agreed, sums, flat = self._compared(self.tags_across, TRAIN, numbers)
@@ -318,7 +313,6 @@ class Exchange(ManyRanks):
     def microbatch(self, gradients: Gradients, numbers: Numbers, measured: Numbers, held: Any
                    ) -> tuple[Gradients, Numbers, Numbers]:
         """See `OneDevice`."""
-        require_unreduced()
         if self.inside == 1:
             return gradients, numbers, measured
         sums, numbers = self._meet_inside(numbers, held)

@@ -19,7 +19,6 @@ from ..mindspore_api import get_rank, jit_class
 from ..tensors import as_array, as_numbers, as_tensor, as_vector, multiply_no_nan, state_parameter
 from .buckets import gradients_of_bucket
 from .exchange import ManyRanks, group_of, new_buffers
-from .parallel_modes import require_unreduced
 from .ranks import gather, world_size
 from .rows import Rows, width_of
 
@@ -181,7 +180,6 @@ class Zero(ManyRanks):
     def microbatch(self, gradients: Gradients, numbers: Numbers, measured: Numbers, held: Any
                    ) -> tuple[Gradients, Numbers, Numbers]:
         """See `OneDevice`."""
-        require_unreduced()
         if not self.divides_buffers:
             return gradients, numbers, measured
         sums, numbers = self._meet_inside(numbers, held)

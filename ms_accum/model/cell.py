@@ -14,7 +14,7 @@ from ..arguments import Uncopied, fix_options, instance_of, one_of, require_opti
 from ..core.accumulator import REDUCTIONS, Accumulator, Options
 from ..core.optimizers import INSTANCE, cell_prefix, own_name, state_of, warn_if_idle
 from ..core.stream import Stream
-from ..distributed.parallel_modes import require_plain
+from ..distributed.parallel_modes import require_unsharded
 from ..steps.batch import NETWORK, Loss, checked_axis, columns_of, layout, positional, positions_of, samples_in_graph
 from ..steps.errors import explain, name_columns
 from ..steps.pieces import Pieces
@@ -121,7 +121,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
                     "give nn.WithLossCell(network, loss_fn), or a function to make_train_step")
         require_functions(network=network, weight_fn=weight_fn)
         require_one_weight_source(has_weight, weight_fn, NETWORK)
-        require_plain([network], "give it around the cell: AutoParallel(TrainOneStepCell(network, ...))")
+        require_unsharded([network])
         accumulator = averaging(optimizer, accumulate_step, **options)
         require_same_parameters([network], accumulator.weights)
         _name_for_a_cell(accumulator)
@@ -247,10 +247,8 @@ class TrainOneStepCell(Uncopied, nn.Cell):
 
     def _add(self, batch: tuple) -> Tensor:
         """Add a microbatch. Return its loss."""
-        # In a graph, no mark in the backward pass: in semi-auto parallel mode, MindSpore's compiler crashes on it.
-        begins = self._loss.stream is not None
-        found = self._loss.gradients_of(samples_in_graph(batch, self._batch_axis), batch, begins)
-        self.window.add(found["gradients"], found["weight"], found["factor"], ends=1, begun=begins)
+        found = self._loss.gradients_of(samples_in_graph(batch, self._batch_axis), batch, True)
+        self.window.add(found["gradients"], found["weight"], found["factor"], ends=1)
         return found["loss"]
 
     def set_grad(self, requires_grad: bool = True) -> nn.Cell:

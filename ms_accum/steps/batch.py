@@ -369,14 +369,12 @@ class Loss:
             for value in piece:
                 later = (*later, after(weight, value) if isinstance(value, Tensor) else value)
             piece = later
-        # In its semi-auto parallel mode, MindSpore cannot compile a number as an argument.
-        given = weight if isinstance(weight, Tensor) else Tensor(weight, ms.float32)
         factor = 1.0 if self.is_added else None
         if begins:
             (scaled_loss, loss, aux), gradients = self.differentiated(
-                self.begun_grad_fn, 1.0 if self.is_added else weight, given, *piece)
+                self.begun_grad_fn, 1.0 if self.is_added else weight, weight, *piece)
         else:
-            (scaled_loss, loss, aux), gradients = self.grad_fn(given, *piece)
+            (scaled_loss, loss, aux), gradients = self.grad_fn(weight, *piece)
         if self.has_weight:
             weight, aux = aux
         # `depend` uses what nobody needs, or MindSpore warns of "side effect nodes eliminated by mistake".

@@ -21,7 +21,7 @@ from ..core.epoch import Epoch, warn_of_no_batch, without_first
 from ..core.optimizers import checked_parameters, next_rates, require_rates, set_rates, warn_if_idle
 from ..core.precision import warn_of_lost_gradients
 from ..core.stream import Stream
-from ..distributed.parallel_modes import require_plain, require_unsharded
+from ..distributed.parallel_modes import require_unsharded
 from ..distributed.ranks import computes_nothing
 from ..mindspore_api import PrimitiveWithInfer
 from ..tensors import require_trainable
@@ -73,7 +73,6 @@ require_python = _OutsideGraphs()
 
 COMPILES = (": it compiles its own graphs, and closes windows between them; leave out the @ms.jit around it (or the "
             "Cell in graph mode), or compute gradients there and give them to an Accumulator")
-_INSIDE = "train it with a TrainOneStepCell in AutoParallel(cell), or without AutoParallel and with DataParallel()"
 
 
 class TrainStep(Uncopied):
@@ -119,8 +118,7 @@ class TrainStep(Uncopied):
     def __init__(self, functions: tuple[Callable, ...], accumulator: Accumulator, pieces: int,
                  graphs_for: Callable[..., Pieces], shapes: Shapes, batch_axis: int = 0, counts: str = "samples",
                  eager: bool = False, networks: tuple[nn.Cell, ...] = ()) -> None:
-        require_unsharded()
-        require_plain(networks or networks_of(functions), _INSIDE)
+        require_unsharded(networks or networks_of(functions))
         self.accumulator, self.window, self.boundary = accumulator, accumulator.window, accumulator.boundary
         self.boundary.has_own_graphs, self._eager = True, eager
         self.boundary.settings |= {"number of losses": "1", "weights": counts}  # another step may have set them
@@ -472,7 +470,6 @@ class TrainStep(Uncopied):
         mode = tuple([layer.training for layer in watched.layers])
         compiled_for = key, mode, evaluates, self.boundary.generation
         if compiled_for not in self._graphs:
-            require_unsharded()
             if not evaluates:
                 watched.warn_if_evaluating(mode)
             if not (self._eager or self._graphs):

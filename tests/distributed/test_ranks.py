@@ -98,12 +98,6 @@ def test_ranks_evaluate_together(left_by, launch, case):
                         of_rank["other"]), of_rank["other"]
 
 
-def test_an_exchange_is_refused_where_mindspore_has_come_to_shard(left_by):
-    for said, back in left_by("sharded_later"):
-        assert re.match("ValueError: reducer: .*semi-auto parallel mode", said), said
-        assert back == "accepted"
-
-
 @every("stuck")
 def test_all_ranks_stop_after_too_many_skipped_windows(left_by, launch, case):
     for windows, said in left_by(case, launch):

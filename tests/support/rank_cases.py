@@ -104,7 +104,7 @@ _ZERO_RUNS = [f"zero_runs:{name}" for name in zero_cases.RUNS]
 FAST = ("fast",)
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_FEW, *_NOISE, *_ZERO, "traffic:window", "traffic:microbatch", "followed:jit", *_FILES, *_STUCK,
-                 "logged:window", "logged:microbatch", "refusals", "apart", "sharded_later", "empty", "returned:window",
+                 "logged:window", "logged:microbatch", "refusals", "apart", "empty", "returned:window",
                  "left_early", "left_by_an_error", "left_inside", "skipped_window", "saved_on_update", "evaluated",
                  "unmatched", "built_again",
                  "stuck_in_flush", "failing"]),
@@ -574,16 +574,6 @@ def apart(rank):
         network.second.weight.set_data(network.second.weight + 1e-7)
         half.set_data(half + 1)
     return equal, said_by(require_equal, named), said_by(require_equal, {"first": named["first.weight"]})
-
-
-def sharded_later(rank):
-    """What a microbatch says that ranks would exchange, where MindSpore has come to shard since the start."""
-    acc = accumulator(MLP(), sync="microbatch")
-    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
-    said = said_by(acc, acc.weights)
-    ms.reset_auto_parallel_context()
-    acc.reset()  # the microbatch had begun
-    return said, said_by(acc, acc.weights)
 
 
 def stuck(rank, sync):

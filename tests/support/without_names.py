@@ -168,10 +168,10 @@ def used_up():
 
 
 def sharded():
-    from ms_accum.distributed.parallel_modes import shards
+    from ms_accum.distributed.parallel_modes import require_unsharded
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel")
     try:
-        return shards()
+        return require_unsharded()
     finally:
         ms.reset_auto_parallel_context()
 

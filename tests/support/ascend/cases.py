@@ -32,7 +32,6 @@ from ms_accum.core.boundary import compiled
 from ms_accum.core.kernels import Portable
 from ms_accum.distributed import exchange
 from ms_accum.steps.pieces import Whole
-from support.ascend import sharding
 from support.drivers import Driver
 from support.layers import Block, LazyBlock, Tied
 from support.scripts import module
@@ -467,7 +466,7 @@ CASES = {
     "momentum_clipped": partial(in_float32, clip_norm=1.0), "adam": partial(memory, adam, ms.float32),
     "adam_clipped": partial(memory, adam, ms.float32, clip_norm=1.0), "memory_by_hand": memory_by_hand,
     "any_rows": partial(train, declared=(None, SIZE)), "any_length": partial(train, declared=(4, None, SIZE)),
-    "copies": memory_of_copies, **sharding.CASES,
+    "copies": memory_of_copies,
 }
 
 
