@@ -198,8 +198,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         CheckpointError: If the file is truncated, damaged or not a checkpoint of ms_accum, or was saved with a
             different network or optimizer; the message names the entry. With an open window, the number
             of ranks and all arguments of the accumulator must be equal, too (functions are compared at 0, 1, 2, 4, …
-            2**16 updates). With several ranks, all of them raise it. Of the arguments of the train step,
-            only `losses` is compared, and what weights count: samples, or what a function says.
+            2**16 updates). With several ranks, all of them raise it. Of the arguments of the train step, only what
+            weights count is compared: samples, or what a function says.
         OSError: If other code wrote to the file while it was read (a save of ms_accum never does). Later calls then
             raise RuntimeError, until a whole file is loaded.
         TypeError, ValueError: As in `save_checkpoint`; RuntimeError if a parameter was given new memory.
@@ -232,8 +232,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, accumulator
         found, notes = _together(ranks, lambda: run.checked(path, entries, about, keep_rates), CheckpointError)
         own = partial(_own, about, rank if run.exchanged_alike(about) else 0)
         has_place = run.exchanged_alike(about) and about.get("has_place", True)  # older files do not say it
-        with boundary.loading(about["open"], has_place, own("losses"), about.get("loops", False),
-                              own("samples")):
+        with boundary.loading(about["open"], has_place, own("logged"), about.get("loops", False), own("samples")):
             for name, entry in found.items():
                 run.take(name, _value(entry, ranks))
                 # Otherwise MindSpore queues the entries, and holds several. Operations run in order, so that the entry
@@ -365,7 +364,7 @@ class _State:
         left_out = self.divided.keys() | (set() if is_open else self.of_window - {_UNIT})
         entries = {name: p.asnumpy() for name, p in self.entries.items() if name not in left_out}
         about = {**self.settings, "open": is_open, "extra": extra, "given": self.given, "reached": self.reached,
-                 "of_stages": self.of_stages, "losses": self.losses if is_open else (), "loops": self.loops,
+                 "of_stages": self.of_stages, "logged": self.losses if is_open else (), "loops": self.loops,
                  "has_place": self.has_place, "samples": self.samples,
                  "options": [self.first_options, self.options]}
         if ranks > 1:
@@ -382,7 +381,7 @@ class _State:
             place = part.with_name(f"{len(entries)}.state")
             entries[name] = together(lambda: on_disk(value, place) if self.exchange.rank == 0 else np.empty(0), OSError)
 
-        names = ("extra", "losses", "samples")
+        names = ("extra", "logged", "samples")
         own, described = dict(entries), json.dumps([about[name] for name in names])
         require_alike({"what a checkpoint holds": repr([(name, p.dtype, p.shape) for name, p in self.entries.items()])},
                       "give every rank the same network and arguments")

@@ -92,8 +92,6 @@ _LEFT = ("the last loop was left in epoch {} (counted from 0) after {} microbatc
 _OTHER_SIZE = ("resume=True has skipped {} batches, because as many microbatches of this epoch were trained; these had "
                "{} samples, but those skipped have {}; if the microbatch size was changed, other samples were skipped "
                "than were trained: give resume=False, and only the samples that are left")
-_TWICE = ("{} microbatches of the open window are trained again, so statistics of BatchNorm move twice for them; save "
-          "checkpoints of a step of several losses when train_step.updated is true")
 _STOPPED = ("an error or an interrupt stopped a microbatch, perhaps after its forward pass had moved statistics of "
             "BatchNorm: they are then off by this microbatch, or move twice if it is trained again; load a checkpoint "
             "for exact ones")
@@ -163,7 +161,7 @@ class Logged(NamedTuple):
     Attributes:
         closed: Number of windows closed before it.
         weight: Sum of its weights.
-        losses: For each microbatch, its losses, followed by its named aux, and the weights of the losses.
+        losses: For each microbatch, its loss and its weight.
         is_loaded: Whether a checkpoint held it.
     """
 
@@ -263,14 +261,13 @@ class Boundary:
 
     # --- a microbatch -------------------------------------------------------------------------------------------------
 
-    def begin(self, missing: Optional[int] = None, in_epoch: bool = True, on_device: bool = False) -> int:
+    def begin(self, in_epoch: bool = True, on_device: bool = False) -> int:
         """Begin a microbatch. Return how many microbatches the open window needs, at least, with this one.
 
         Call `end` after it. If that does not happen, because of an error or an interrupt, the next `begin` reads the
         device.
 
         Args:
-            missing: What to return, for a step that knows its window before it trains.
             in_epoch: Whether a loop over an epoch trains it. Once there was such a loop, a microbatch that a script
                 trains beside it (a hard batch again, a step that shares the accumulator) has no place in an epoch: a
                 resumed run would skip a batch for it.
@@ -305,16 +302,15 @@ class Boundary:
             self._place = self.epochs, self.trained
         self.forget()  # `end` sets the counts again: after an error or an interrupt in between, the next call reads
         self._is_forgotten = False  # what comes from here on and forgets, such as a load, holds in `end`, too
-        missing = known if missing is None else missing
-        if missing <= 1:
+        if known <= 1:
             require_trainable(self.window.weights)
-        return missing
+        return known
 
-    def end(self, missing: int, is_applied: bool = False, samples: int = 0, is_fixed: bool = False) -> bool:
+    def end(self, missing: int, is_applied: bool = False, samples: int = 0) -> bool:
         """End a microbatch, and close its window if it is full. Return whether this made an update.
 
         `missing`: the result of `begin`. `is_applied`: whether the microbatch has updated as a window of its own.
-        `samples`: its number of samples. `is_fixed`: whether `begin` was told how many are missing.
+        `samples`: its number of samples.
         """
         self._is_running = False
         if self._place is None:
@@ -335,12 +331,7 @@ class Boundary:
             is_applied = self._close()
         else:
             status, accepted = self._read_at_boundary()
-            # A window whose length its step has fixed closes also if microbatches of it were skipped, but not all;
-            # these, too, if other ranks wait.
-            is_short = status.needed > 0
-            if is_fixed:
-                is_short = status.mini_step == 0 and self.window.exchange.ranks == 1
-            if is_short:  # a microbatch was skipped, or the window waits for its weight
+            if status.needed > 0:  # a microbatch was skipped, or the window waits for its weight
                 self._warn_of_skips(status.skipped_in_row)
                 self.require_progress(status)
                 self.held, self._missing = status.mini_step, status.needed
@@ -379,15 +370,13 @@ class Boundary:
 
     # --- a window -----------------------------------------------------------------------------------------------------
 
-    def flush(self, pieces: int = 1, before_exchange: Callable[[], object] = lambda: None, ends_epoch: bool = False
-              ) -> tuple[bool, bool]:
+    def flush(self, pieces: int = 1, ends_epoch: bool = False) -> tuple[bool, bool]:
         """Apply the incomplete window if one is open. Return whether a window was closed, and whether one was applied.
 
         With several ranks, take part in the windows of the others until no rank has data, and compare the parameters.
 
         Args:
             pieces: The number of pieces in which each rank adds a microbatch.
-            before_exchange: Called before each exchange of a window.
             ends_epoch: Whether an epoch calls it at its end. Then the next call does nothing, unless something was
                 trained in between. A rank that has left the same epoch early calls flush by hand, in place of this one,
                 and may be in its next epoch: a second flush here would join that.
@@ -413,7 +402,6 @@ class Boundary:
                 closed, applied, held = True, self._close() or applied, 0
         active = 1.0  # ranks that still have data; 1 until the first exchange says how many
         while exchange.across > 1 and active > 0:  # ranks that sum each window: take part with what is held, or nothing
-            before_exchange()
             was_open, updated, active = self._close_together(0.0)
             closed, applied, held = closed or was_open, applied or updated, 0
         if held > 0:
@@ -429,19 +417,13 @@ class Boundary:
 
     # --- an epoch -----------------------------------------------------------------------------------------------------
 
-    def begin_epoch(self, resume: Optional[bool], closed: bool = False) -> int:
-        """Begin an epoch, or go on with one. Return the number of batches to skip.
-
-        Args:
-            resume: As in `TrainStep.epoch`.
-            closed: Whether the epoch has to begin with a closed window. If it goes on, an open one is then dropped, and
-                its microbatches are trained again, unless some may have been skipped, which were not counted.
+    def begin_epoch(self, resume: Optional[bool]) -> int:
+        """Begin an epoch, or go on with one. Return the number of batches to skip. `resume`: as in `TrainStep.epoch`.
 
         Raises:
             RuntimeError: If a parameter has new memory; if a checkpoint was loaded in the middle of an epoch, and
                 `resume` is None, or it was saved by other ranks; if `resume` is True, and the last loop was left, but
-                not by an error or an interrupt; if an open window would be dropped that an error or an interrupt has
-                torn.
+                not by an error or an interrupt.
         """
         self.require_same_memory()
         status = self.status()
@@ -462,36 +444,19 @@ class Boundary:
             raise RuntimeError(_LEFT.format(status.epochs, trained))
         if not self.has_place:
             raise RuntimeError(_OTHER_RANKS)
-        again = self._again(status, closed)
-        if again > 0:
-            require_whole(status.unfinished)  # which the reset would hide
-            if self._has_statistics():
-                warn(_TWICE.format(again), UserWarning, stacklevel=2)
-            trained -= again
-            self.window.mark_emptying()  # an interrupt here leaves a mark: neither of the two may be done alone
-            self._set_place(status.epochs, trained)
-            self.window.reset()
-            self.logged = self.recalled = Logged(status.closed_windows, is_loaded=True)  # of a window that begins anew
-            self.since_load = 0
-            self.forget()
         return trained
 
     def _has_statistics(self) -> bool:
         return any(layer.training and hasattr(layer, "moving_mean") for layer in self.layers)
 
-    def skips(self, closed: bool) -> int:
-        """Return how many batches an epoch skips if it goes on now; see `begin_epoch`. It reads the device."""
-        status = self.status()
-        return max(self._trained_of(status) - self._again(status, closed), 0)
+    def skips(self) -> int:
+        """Return how many batches an epoch skips if it goes on now. It reads the device."""
+        return self._trained_of(self.status())
 
     def _trained_of(self, status: Status) -> int:
         """Return the number of microbatches trained in an epoch; 0 if a call has only compiled, and was reset."""
         left_nothing = status.closed_windows == status.mini_step == status.skipped == 0
         return 0 if left_nothing and not self.has_epochs else status.trained
-
-    def _again(self, status: Status, closed: bool) -> int:
-        """Return how many microbatches are trained again by an epoch that goes on; see `begin_epoch`."""
-        return status.mini_step if closed and not self.window.may_skip else 0
 
     def go_on(self, loop: int, place: tuple[int, int]) -> None:
         """Go on with a loop over an epoch, of this number and at this place, after its body was run.
@@ -523,7 +488,7 @@ class Boundary:
     def warn_of_other_samples(self, skipped: int, samples: int) -> None:
         """Warn if the batches of this epoch that were `skipped` hold more or fewer samples than were trained.
 
-        It is not known after an interrupt, and for several losses in an open window.
+        It is not known after an interrupt.
         """
         trained, microbatches = self.samples
         if microbatches == skipped and trained != samples:
@@ -780,7 +745,6 @@ class Boundary:
             raise RuntimeError(_DRIVEN)
         require_trainable(self.window.weights)
         self.note_given()
-        self.settings["number of losses"] = "1"
         self.settings.pop("weights", None)  # only the script knows what they count
         self._filled_by_hand = True
         self._ended = None

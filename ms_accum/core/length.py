@@ -134,9 +134,9 @@ def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
 
     Give `accumulate_step=until_weight(65_536)`. A window then closes with the microbatch that brings its weight to
     `budget`. Use it if microbatches differ in weight, e.g. in their number of tokens: each update then uses about the
-    same number of tokens. The weights are those of `weight_fn`, or the numbers of samples; with several losses, their
-    means. A window holds at least one microbatch, and microbatches are not cut: a window may exceed the
-    budget by less than the weight of its last microbatch.
+    same number of tokens. The weights are those of `weight_fn`, or the numbers of samples. A window holds at
+    least one microbatch, and microbatches are not cut: a window may exceed the budget by less than the weight of its
+    last microbatch.
 
     The budget is that of one rank. If ranks exchange each microbatch, a window closes when the sum of their weights
     reaches `budget` times the number of these ranks. Otherwise each rank closes its part of a window when that part

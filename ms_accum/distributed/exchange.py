@@ -33,7 +33,6 @@ from .tags import (
     EVALUATE,
     LOAD,
     TRAIN,
-    WEIGH,
     RanksDiffer,
     Tags,
     announce,
@@ -139,10 +138,6 @@ class OneDevice:
         """
         return buffers, unit, measured
 
-    def total(self, numbers: Numbers, active: Scalar) -> Numbers:
-        """Return the sums of the weights of several losses over all ranks."""
-        return numbers
-
     def evaluated(self, count: Callable[[], np.ndarray]) -> np.ndarray:
         """Return the sum over all ranks of what `count` returns on each, float64. For the host; every rank calls it.
 
@@ -233,25 +228,18 @@ class ManyRanks(OneDevice):
 
         No branch follows: all gradients would be in memory until it is taken.
         """
-        agreed, sums, flat = self._compared(self.tags_inside, TRAIN, numbers, held + 0)
+        agreed, sums, flat = self._compared(self.tags_inside, numbers, held + 0)
         return flat, as_numbers(ops.depend(sums, agreed), 3)
 
     def meet(self, numbers: Numbers) -> tuple[Any, Numbers]:
         """See `OneDevice`."""
         if self.across == 1:
             return (self.tags_inside.agreed == 1).all(), numbers
-        agreed, sums, flat = self._compared(self.tags_across, TRAIN, numbers)
+        agreed, sums, flat = self._compared(self.tags_across, numbers)
         return agreed, as_numbers(ops.depend(sums, flat), 3)  # `depend` uses what nobody needs, or MindSpore warns
 
-    def total(self, numbers: Numbers, active: Scalar) -> Numbers:
-        """See `OneDevice`."""
-        agreed, sums, flat = self._compared(self.tags_across, WEIGH, (0.0, 0.0, active))
-        if agreed:
-            numbers = as_numbers(self.sum(ops.depend(as_vector(numbers), (sums, flat))), len(numbers))
-        return numbers
-
-    def _compared(self, tags: Tags, what: int, numbers: Numbers, held: Scalar = 0) -> tuple[Tensor, Tensor, Tensor]:
-        return tags.compare(what, self.number, self.rounds + 0.0, numbers, held)
+    def _compared(self, tags: Tags, numbers: Numbers, held: Scalar = 0) -> tuple[Tensor, Tensor, Tensor]:
+        return tags.compare(TRAIN, self.number, self.rounds + 0.0, numbers, held)
 
     def evaluated(self, count: Callable[[], np.ndarray]) -> np.ndarray:
         """See `OneDevice`."""

@@ -31,12 +31,11 @@ if TYPE_CHECKING:
 
 # What a rank does: the first number of a tag. Then come the accumulator, its round (see `ManyRanks`), the microbatches
 # in the open window, if ranks count them together, and the mark.
-TRAIN, WEIGH, SAVE, LOAD, BUILD, COMPARE, WAIT, STOP, EVALUATE = range(1, 10)
-_DOES = {TRAIN: "trains accumulator {} in round {}", WEIGH: "weighs a window of accumulator {} in round {}",
+TRAIN, SAVE, LOAD, BUILD, COMPARE, WAIT, EVALUATE = range(1, 8)
+_DOES = {TRAIN: "trains accumulator {} in round {}",
          SAVE: "saves a checkpoint of accumulator {}", LOAD: "loads a checkpoint of accumulator {}",
          BUILD: "builds accumulator {}, or a step for it", COMPARE: "compares parameters of accumulator {}",
-         WAIT: "waits for all ranks", EVALUATE: "evaluates with accumulator {}",
-         STOP: "stops, because its window of accumulator {} is open (call reset() first)"}
+         WAIT: "waits for all ranks", EVALUATE: "evaluates with accumulator {}"}
 _TAG, _WIDTH = 5, 8  # numbers in a tag, and in a row
 _DIFFER = ("ranks made different calls, so nothing was exchanged: {}; let every rank make the same calls in the same "
            "order (build, flush, evaluate, save, load), and call flush() after a loop that only some ranks leave "
@@ -182,7 +181,7 @@ def announce(what: int, number: int = 0, groups: Sequence[Tags] = ()) -> None:
             rows = tags.rows(Tensor(sent)).asnumpy().reshape(-1, _WIDTH)
         if not np.array_equal(rows[:, :_TAG], np.tile(sent[:_TAG], (len(rows), 1))):
             # These ranks have the mark now, or nothing is known of them.
-            if np.isin(rows[:, 0], (TRAIN, WEIGH)).any() or not _are_tags(rows):
+            if (rows[:, 0] == TRAIN).any() or not _are_tags(rows):
                 ops.assign(tags.heard, Tensor(rows))
                 ops.assign(tags.agreed, ops.zeros_like(tags.agreed))
             raise RanksDiffer(said_by(rows, tags))
@@ -206,7 +205,7 @@ def said_by(rows: np.ndarray, tags: Tags) -> str:
             text = text.replace("trains", "flushes")
         does.append(f"rank {rank} {text}{' and disagreed with others before' * (agreed == 0)}")
     known = ", ".join(f"{n} is that of {_built[n - 1]}" for n in numbers if 0 < n <= len(_built))
-    training = {int(number) for what, number in rows[:, :2] if what in (TRAIN, WEIGH)}
+    training = {int(number) for what, number in rows[:, :2] if what == TRAIN}
     return _DIFFER.format("; ".join(does) + _COUNTED.format(known) * bool(known),
                           _BEGUN if training & _sum_each else _CHANGED * bool(training))
 

@@ -242,12 +242,10 @@ class WindowLog(Callback):
             log(train_step, loss)
 
     The columns are `epoch`; `microbatch`, counted since the log began, and anew after a load; `update_step`; `loss`,
-    the weighted mean over the window's microbatches (of several losses, the sum of these means); `weight`, the sum of
-    their weights (of the first loss); `learning_rate`, if it is known, that of this window's update
-    (`optimizer.get_lr()` is that of the next update; with groups, `learning_rate_0` and so on; NaN before the first
-    update); `grad_norm`, before clipping (NaN without `clip_norm`); `skipped` and `seen`, totals so far (see
-    `Accumulator`; of several losses, `seen` counts the mean weight); with a loss scaler `loss_scale`; and with a noise
-    scale `noise_scale`.
+    the weighted mean over the window's microbatches; `weight`, the sum of their weights; `learning_rate`, if it is
+    known, that of this window's update (`optimizer.get_lr()` is that of the next update; with groups, `learning_rate_0`
+    and so on; NaN before the first update); `grad_norm`, before clipping (NaN without `clip_norm`); `skipped` and
+    `seen`, totals so far (see `Accumulator`); with a loss scaler `loss_scale`; and with a noise scale `noise_scale`.
 
     A dropped window has a row, too: `skipped` grows and `update_step` does not. For a window that was open when the
     training began, the loss is the mean over the microbatches that the log has seen, also before a checkpoint that was
@@ -264,14 +262,11 @@ class WindowLog(Callback):
     Args:
         to: Path of a CSV file, or a function of a dict. A new run overwrites the file. A run that goes on keeps its
             rows, up to the checkpoint. The guide's page "Recipes" shows summary files and Weights & Biases.
-        aux: Names of the results of shape `()` in the aux of `forward_fn`, in their order. Each is a column: its mean
-            over the window, weighted as the loss is; with several losses, as the first one.
 
     Raises:
-        TypeError: If `to` is neither a path nor a function, or `aux` is not a tuple of names.
-        ValueError: If aux has another number of results of shape `()`, or a column has the name of another. When
-            training begins, if there is not exactly one `TrainOneStepCell`, in data sink mode, or if the file of a run
-            that goes on has other columns.
+        TypeError: If `to` is neither a path nor a function.
+        ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, in data sink mode, or if the
+            file of a run that goes on has other columns.
         OSError: Before the first microbatch, if the file cannot be written.
 
     Source: the loggers of HF Accelerate and Lightning write the same values, once per update.
@@ -292,16 +287,16 @@ class WindowLog(Callback):
         3 2 5.5 4.0
     """
 
-    def __init__(self, to: Union[str, os.PathLike, Callable[[dict], Any]], *, aux: tuple[str, ...] = ()) -> None:
+    def __init__(self, to: Union[str, os.PathLike, Callable[[dict], Any]]) -> None:
         super().__init__()
         instance_of("to", to, (str, os.PathLike, Callable), "the path of a CSV file or a function of a dict")
-        self._aux, self._since = instance_of("aux", aux, (tuple, list), "a tuple of names"), perf_counter()
+        self._since = perf_counter()
         self._to: Any = to if callable(to) else os.path.abspath(to)
 
         self._followed: Optional[Accumulator] = None  # in a loop of a user's own
         self._has_warned = False  # of microbatches that it was not called after
         self._recalled: Optional[Logged] = None  # of the last checkpoint that was loaded
-        self._losses: list[tuple[tuple, tuple]] = []  # of each microbatch: its losses and their weights
+        self._losses: list[tuple[float, float]] = []  # of each microbatch: its loss and its weight
         self._weight, self._closed, self._held, self._skipped = 0.0, 0, 0, 0
         self._trained: Optional[int] = None  # microbatches until the last one that it has seen, if known
         self._before: Optional[int] = None  # epochs before those that `Model.train` counts, once it has counted one
@@ -365,7 +360,7 @@ class WindowLog(Callback):
             if is_dropped:
                 self._losses, self._weight = [], 0.0
             else:
-                self._count(loss, getattr(train_step, "loss_weights", ()))
+                self._count(loss)
             self._log_closed()
         self._held, self._skipped = status.mini_step, status.skipped
 
@@ -453,31 +448,17 @@ class WindowLog(Callback):
             self._count(context.net_outputs)
         self._log_closed()
 
-    def _count(self, loss: Any, weights: tuple[float, ...] = ()) -> None:
-        """Add the loss of a microbatch to those of its window; of several losses, also given their weights."""
+    def _count(self, loss: Any) -> None:
+        """Add the loss of a microbatch to those of its window. It may come with aux."""
         accumulator = self._accumulator
         windows = int(accumulator.closed_windows) - self._closed
         weight = nan if windows > 1 else float(accumulator.window_weight if windows else accumulator.weight_sum)
         if windows == 0 and weight < self._weight:  # somebody has reset the window since this microbatch
             self._losses = []
         else:
-            is_first = isinstance(loss, tuple) and (isinstance(loss[0], tuple) or not weights)
-            losses = loss[0] if is_first else loss
-            aux = loss[1] if is_first and len(loss) == 2 else ()  # a cell with a loss scaler returns three values
-            losses = losses if weights else (losses,)
-            weights = weights or (weight - self._weight,)
-            self._losses.append(((*map(float, losses), *self._scalars(aux)), weights))
+            self._losses.append((float(loss[0] if isinstance(loss, tuple) else loss), weight - self._weight))
         self._weight = weight
         accumulator.boundary.logged = Logged(self._closed, weight, tuple(self._losses))
-
-    def _scalars(self, aux: Any) -> list[float]:
-        """Return the results of shape `()` in an aux, also for another log that names them. An empty batch has none."""
-        scalars = [float(value) for value in (aux if isinstance(aux, tuple) else (aux,))
-                   if isinstance(value, Tensor) and not value.shape]
-        if self._aux and aux is not None and len(scalars) != len(self._aux):
-            raise ValueError(f"the step returned {len(scalars)} results of shape () in its aux, expected "
-                             f"{len(self._aux)}: one for each name in aux={self._aux!r} of WindowLog")
-        return scalars
 
     on_train_step_end = on_train_epoch_end = on_train_end = take
 
@@ -526,13 +507,9 @@ class WindowLog(Callback):
         exchange, scaler = accumulator.exchange, accumulator.loss_scaler
         noise_scale: Any = accumulator.noise_scale  # a GradientNoiseScale
         row = {"epoch": self._place[0], "microbatch": self._place[1],
-               "update_step": status.update_step - of_others,
-               "loss": sum(_mean((values[place], weights[place]) for values, weights in self._losses)
-                           for place in range(len((self._losses or [((), ())])[0][1]))),
+               "update_step": status.update_step - of_others, "loss": _mean(self._losses),
                "weight": status.window_weight, **_rates_of_last_update(accumulator), "grad_norm": status.grad_norm,
                "skipped": status.skipped, "seen": status.seen}
-        if self._losses and len(self._losses[0][1]) > 1:
-            row.update(weight=sum(weights[0] for _, weights in self._losses))
         if of_others:
             row.update(weight=self._weight if exchange.inside == 1 else nan, grad_norm=nan)
         seconds = perf_counter() - self._since
@@ -541,12 +518,6 @@ class WindowLog(Callback):
             row["loss_scale"] = float(scaler.scale_value)
         if noise_scale is not None:
             row["noise_scale"] = noise_scale.scale()
-        for place, name in enumerate(self._aux):
-            if name in row:
-                raise ValueError(f"two columns of WindowLog would be called {name}; give aux= other names")
-            # Where there are others, as in a checkpoint of another script, it is not known which is which.
-            row[name] = _mean((values[len(weights) + place] if len(values) - len(weights) == len(self._aux) else nan,
-                               weights[0]) for values, weights in self._losses)
         return row
 
 

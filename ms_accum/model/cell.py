@@ -134,7 +134,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
             "the kind of step": "TrainOneStepCell", "batch_axis": self._batch_axis, "weight_fn": weight_fn is not None,
             "has_weight": has_weight, "loss_reduction": loss_reduction})
         fix_unit_of_sums(self.window, loss_reduction)
-        self._boundary.settings |= {"number of losses": "1", "weights": weights_count(NETWORK, has_weight, weight_fn)}
+        self._boundary.settings["weights"] = weights_count(NETWORK, has_weight, weight_fn)
         self._weight_fn = weight_fn
         self._loss = Loss(self.window, network, positional("weight_fn", weight_fn), False, loss_reduction, name=NETWORK,
                           has_weight=has_weight)

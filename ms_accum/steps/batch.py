@@ -415,8 +415,7 @@ class Loss:
         return ops.depend(returned[0], self.window.begin(returned[0])), returned[1], returned[2]
 
     def evaluated(self, rows: Scalar, piece: tuple) -> tuple[Tensor, Tensor]:
-        """Return the losses of a piece of `rows` samples as `forward_fn` returns them, and their weights: float32
-        `(losses,)`."""
+        """Return the loss of a piece of `rows` samples as `forward_fn` returns it, and its weight: float32 `(1,)`."""
         returned, own, _ = parted(self.forward_fn(*piece), self.has_weight, self.has_aux, self.returns, self.name)
         weight = as_weight(own) if self.has_weight else weight_of(self.weight_fn, rows, piece)
         return as_vector((checked_loss(returned, self.name),)), as_vector((weight,))
@@ -510,8 +509,7 @@ def raise_wrong_result(returned: Any, is_none: bool, name: str, expected: str) -
     if isinstance(returned, tuple):
         got, remedy = f"{len(returned)} values", _WITH_LOSS
         if name != NETWORK:
-            remedy = ("; give has_aux=True if it returns (loss, aux), has_weight=True if it returns (loss, weight), "
-                      "losses=2 if it returns two losses")
+            remedy = "; give has_aux=True if it returns (loss, aux), has_weight=True if it returns (loss, weight)"
     elif type(returned) is dict:
         remedy = '; return its entry for the loss, e.g. outputs["loss"]'
     elif isinstance(returned, Mapping) or is_dataclass(returned):
@@ -526,6 +524,6 @@ def raise_wrong_result(returned: Any, is_none: bool, name: str, expected: str) -
 def require_one_weight(length: Optional[int]) -> bool:
     """Raise ValueError for a tuple of weights."""
     if length is not None:
-        raise ValueError(f"weight_fn returned a tuple of {length}, expected one number or Tensor; give losses={length} "
-                         f"to make_train_step if forward_fn returns {length} losses, each with a weight of its own")
+        raise ValueError(f"weight_fn returned a tuple of {length}, expected one number or Tensor; for several losses, "
+                         'each with a weight of its own, see "Two losses" on the guide\'s page "Language models"')
     return True

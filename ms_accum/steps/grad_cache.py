@@ -160,7 +160,7 @@ class CachedPieces(Pieces):
     def _represented(self, batch: tuple) -> tuple[Tensor, ...]:
         return tuple([self._encoders[rows](start, *batch) for start, rows in self._starts])
 
-    def piece(self, rows: int, *key: Any) -> Callable:
+    def piece(self, rows: int) -> Callable:
         """See `Pieces`."""
         return self._backward[rows]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .shapes import Inputs
 
 Aux = Union[Tensor, tuple[Tensor, ...]]
-_halves, _entries = ops.Split(0, 2), ops.Unstack()  # in a graph, to compile an index takes 0.1 s
+_entries = ops.Unstack()  # in a graph, to compile an index takes 0.1 s
 
 
 class Pieces:
@@ -41,7 +41,6 @@ class Pieces:
         samples: Number of samples in a batch.
         cut: The axis along which each argument is cut.
         pieces: Number of pieces that a batch is cut into.
-        losses: Number of losses.
         inputs: What is declared of a batch with dynamic shapes; see `boundary.compiled`.
 
     Attributes:
@@ -50,18 +49,18 @@ class Pieces:
             if that is not possible.
     """
 
-    def __init__(self, boundary: Boundary, loss: Loss, samples: int, cut: Cut, pieces: int, losses: int = 1,
+    def __init__(self, boundary: Boundary, loss: Loss, samples: int, cut: Cut, pieces: int,
                  inputs: Optional[Inputs] = None) -> None:
         self.boundary, self.window, self.loss, self.samples, self.cut = boundary, boundary.window, loss, samples, cut
-        self.starts, self.losses, self.inputs = starts_of(samples, pieces), losses, inputs
+        self.starts, self.inputs = starts_of(samples, pieces), inputs
         # If ranks sum each piece, each rank has to add as many: a short batch adds empty ones.
         self._absent = pieces - len(self.starts) if self.window.exchange.inside > 1 else 0
-        self._graphs: dict[tuple, Callable] = {}
+        self._graphs: dict[int, Callable] = {}
         self._evaluations: dict[int, Callable] = {}
-        self._end = boundary.compiled(End(loss, len(self.starts), self._absent, losses))
+        self._end = boundary.compiled(End(loss, len(self.starts), self._absent))
         self.alone: Optional[Callable] = None
         self._whole: Optional[Callable] = None
-        if pieces == 1 and samples and losses == 1:
+        if pieces == 1 and samples:
             whole = Whole(loss, samples, inputs is not None)
             self._whole = boundary.straight(whole.add, inputs)
             if not self.window.looks_at_pieces and not self.window.may_drop:
@@ -71,41 +70,35 @@ class Pieces:
         """Add a microbatch. Return the loss, or `(loss, aux)`: the mean over the pieces."""
         if self._whole is not None:
             return self._whole(*batch)
-        return self.run([(rows,) for _, rows in self.starts], [()] * len(self.starts), batch)
-
-    def run(self, keys: list[tuple], inputs: list[tuple], batch: tuple) -> Any:
-        """Add each piece by the graph of its key, given its own inputs. Return what a call returns."""
-        totals, results, aux, place = Tensor(np.zeros(2 * self.losses), ms.float32), [], None, 0
+        totals, results, aux, place = Tensor(np.zeros(2), ms.float32), [], None, 0
         try:
             for place in range(len(self.starts)):
-                totals = self.graph(*keys[place])(Tensor(self.starts[place][0], ms.int32), totals, *inputs[place],
-                                                  *batch)
+                start, rows = self.starts[place]
+                totals = self.graph(rows)(Tensor(start, ms.int32), totals, *batch)
                 if self.loss.has_aux:
                     totals, weight, aux = totals
                     results += [weight, *aux_values(aux)]
             for _ in range(self._absent):
                 self.boundary.add_nothing(active=0.0 if self.starts else 1.0)
             if self.starts or self._absent:
-                joined = self._end(totals, *results)
+                loss, *joined = self._end(totals, *results)
             else:  # an empty batch compiles nothing
                 ops.assign_add(self.window.mini_step, 1)
                 self.window.count_trained(1)
-                joined = tuple(totals[:self.losses])
+                loss, joined = totals[0], []
         except Exception as error:
             ask_about_piece(error, place, len(self.starts))
             raise
-        losses = joined[0] if self.losses == 1 else joined[:self.losses]
         if not self.loss.has_aux:
-            return losses
-        joined = joined[self.losses:]
-        return losses, (joined if isinstance(aux, tuple) else joined[0] if joined else None)
+            return loss
+        return loss, (tuple(joined) if isinstance(aux, tuple) else joined[0] if joined else None)
 
     def evaluated(self, *batch: Any) -> np.ndarray:
-        """Return the sums over a batch of weight * loss, for each loss, and of their weights, without training.
+        """Return the sums over a batch of weight * loss and of the weights, without training: float64 `(2,)`.
 
-        float64 `(2 * losses,)`. It waits for the device.
+        It waits for the device.
         """
-        totals, place = Tensor(np.zeros(2 * self.losses), ms.float32), 0
+        totals, place = Tensor(np.zeros(2), ms.float32), 0
         try:
             for place in range(len(self.starts)):
                 start, rows = self.starts[place]
@@ -119,14 +112,14 @@ class Pieces:
             raise
         return totals.asnumpy().astype(np.float64)
 
-    def graph(self, *key: Any) -> Callable:
-        """Return the graph that adds a piece with this key, compiled once."""
-        if key not in self._graphs:
-            self._graphs[key] = self.boundary.straight(self.piece(*key), self.inputs)
-        return self._graphs[key]
+    def graph(self, rows: int) -> Callable:
+        """Return the graph that adds a piece of `rows` samples, compiled once."""
+        if rows not in self._graphs:
+            self._graphs[rows] = self.boundary.straight(self.piece(rows), self.inputs)
+        return self._graphs[rows]
 
-    def piece(self, rows: int, *key: Any) -> Callable:
-        """Return what adds a piece of `rows` samples; its arguments are the key of its graph."""
+    def piece(self, rows: int) -> Callable:
+        """Return what adds a piece of `rows` samples."""
         return Piece(self.loss, self.cut, rows)
 
 
@@ -194,25 +187,25 @@ class Evaluated:
         """Return the new totals, given those before the piece that begins with sample `start`; see `Piece`."""
         piece = batch if self.cut is None else select_rows(start + self.places, self.cut, batch)
         rows = samples_in_graph(batch, self.loss.batch_axis) if self.is_dynamic else self.rows
-        losses, weights = self.loss.evaluated(rows, piece)
-        return totals + concat((losses if self.loss.is_sum else counted(losses, weights), weights))
+        loss, weight = self.loss.evaluated(rows, piece)
+        return totals + concat((loss if self.loss.is_sum else counted(loss, weight), weight))
 
 
 @jit_class
 class End:
     """End a microbatch that is cut into pieces."""
 
-    def __init__(self, loss: Loss, pieces: int, absent: int, losses: int) -> None:
+    def __init__(self, loss: Loss, pieces: int, absent: int) -> None:
         self.window, self.batch_axis = loss.window, loss.batch_axis
-        self.pieces, self.absent, self.losses = pieces, absent, losses
+        self.pieces, self.absent = pieces, absent
 
     def __call__(self, totals: Tensor, *results: Tensor) -> tuple[Tensor, ...]:
-        """Return the mean of each loss, and the joined aux, given `totals` and what `join_aux` takes."""
+        """Return the mean loss, and the joined aux, given `totals` and what `join_aux` takes."""
         self.window.end(self.pieces + self.absent)
-        sums, weights = _halves(totals)
-        divisors = divisor(weights)  # type: Any
-        means = _entries(sums / divisors)
-        return (*means, *join_aux(results, self.pieces, divisors[0], self.batch_axis)) if results else means
+        summed, weight = _entries(totals)
+        by = divisor(weight)  # type: Any
+        mean = summed / by
+        return (mean, *join_aux(results, self.pieces, by, self.batch_axis)) if results else (mean,)
 
 
 # --- aux --------------------------------------------------------------------------------------------------------------

@@ -103,7 +103,6 @@ class TrainStep(Uncopied):
         "_functions",
         "_graphs",
         "_graphs_for",
-        "_losses",
         "_mode",
         "_networks",
         "_orders",
@@ -121,12 +120,12 @@ class TrainStep(Uncopied):
         require_unsharded(networks or networks_of(functions))
         self.accumulator, self.window, self.boundary = accumulator, accumulator.window, accumulator.boundary
         self.boundary.has_own_graphs, self._eager = True, eager
-        self.boundary.settings |= {"number of losses": "1", "weights": counts}  # another step may have set them
+        self.boundary.settings["weights"] = counts  # another step may have set it
         if eager:
             warn_if_idle(accumulator.optimizer)
         if pieces > 1:
             warn_of_lost_gradients(self.window.buffers[0].dtype, self.window.length.longest, pieces)
-        self._pieces, self._batch_axis, self._losses = pieces, batch_axis, 1
+        self._pieces, self._batch_axis = pieces, batch_axis
         self._updated: Optional[bool] = False  # None: a call is under way, or was interrupted
         self._before = 0  # updates before the last call
         self._functions, self._graphs_for, self._shapes, self._counts = functions, graphs_for, shapes, counts
@@ -236,22 +235,21 @@ class TrainStep(Uncopied):
                 there are fewer batches than were trained before.
             RuntimeError: After `load_checkpoint` in the middle of an epoch, if `resume` is not given; with
                 `resume=True`, if the last loop was left by `break`, or by an error in its body. If this loop is to go
-                on after another one has begun. With several losses, if the last loop left a window open. Also if
-                called in a compiled function.
+                on after another one has begun. Also if called in a compiled function.
         """
         require_python("epoch of a train step", COMPILES)
         return Epoch(self._epoch(batches, resume), batches, partial(self._skips, resume))
 
     def _skips(self, resume: Optional[bool]) -> int:
         """Return the number of batches that an epoch skips."""
-        return self.boundary.skips(self._losses > 1) if resume else 0
+        return self.boundary.skips() if resume else 0
 
     def _epoch(self, batches: Iterable, resume: Optional[bool]) -> Generator[Any, None, None]:
         require_batched(batches)
         require_trainable(self.accumulator.weights)
         if not resume:
             require_rates(self.accumulator.optimizer)
-        skip, boundary = self._begin_epoch(resume), self.boundary
+        skip, boundary = self.boundary.begin_epoch(resume), self.boundary
         loop, last, skipped = boundary.loop, False, []  # type: int, bool, list[Any]
         batches = without_first(skip, batches, lambda batch: skipped.append(self._samples_in(batch)))
         if skipped and None not in skipped:
@@ -291,10 +289,6 @@ class TrainStep(Uncopied):
         except (TypeError, ValueError):
             return None
 
-    def _begin_epoch(self, resume: Optional[bool]) -> int:
-        """Return the number of batches to skip."""
-        return self.boundary.begin_epoch(resume)
-
     def _train_each(self, batches: Iterator) -> Iterator[tuple[Any, bool]]:
         """Train on each batch. Yield the result, and whether the batch was the last one."""
         batch = next_or_error(batches)
@@ -326,7 +320,7 @@ class TrainStep(Uncopied):
         require_python("a train step", COMPILES)
         return self._train(*self._prepared(batch, named), in_epoch=False)
 
-    def evaluate(self, batches: Iterable) -> Union[float, tuple[float, ...]]:
+    def evaluate(self, batches: Iterable) -> float:
         """Return the mean loss over a data set: sum of weight * loss / sum of weights, without a backward pass.
 
             for epoch in range(10):
@@ -346,8 +340,8 @@ class TrainStep(Uncopied):
             batches: As in `epoch`.
 
         Returns:
-            The mean; with several losses, a tuple of their means. Aux is left out. Of `make_grad_cache_step`, it is the
-            mean of the batches' losses, weighted by their samples.
+            The mean. Aux is left out. Of `make_grad_cache_step`, it is the mean of the batches' losses, weighted by
+            their samples.
 
         Raises:
             TypeError, ValueError: As in a call; ValueError if there is no batch, if all weights are 0, or if a trained
@@ -357,16 +351,14 @@ class TrainStep(Uncopied):
         require_python("evaluate of a train step", COMPILES)
         require_batched(batches)
         self.boundary.require_same_memory()
-        count, *sums = self.window.exchange.evaluated(partial(self._evaluated, batches)).tolist()
-        totals, weights = sums[:self._losses], sums[self._losses:]
+        count, total, weight = self.window.exchange.evaluated(partial(self._evaluated, batches)).tolist()
         if not computes_nothing():
-            require_weights(int(count), weights)
-        means = tuple(total / (weight or 1.0) for total, weight in zip(totals, weights))
-        return means if self._losses > 1 else means[0]
+            require_weight(int(count), weight)
+        return total / (weight or 1.0)
 
     def _evaluated(self, batches: Iterable) -> np.ndarray:
         """Return the number of batches, and their sums; see `Pieces.evaluated`."""
-        sums = np.zeros(1 + 2 * self._losses)
+        sums = np.zeros(3)
         with self._watched().evaluation():
             for arguments, named in map(as_arguments, batches):
                 key, batch = self._prepared(arguments, named)
@@ -423,15 +415,11 @@ class TrainStep(Uncopied):
         self._updated = None
         self.boundary.run_as(self._eager)
         try:
-            closed, self._updated = self.boundary.flush(self._pieces, self._before_exchange, ends_epoch)
+            closed, self._updated = self.boundary.flush(self._pieces, ends_epoch)
         except Exception as error:
             self._explain(error)
             raise
         return closed
-
-    def _before_exchange(self) -> None:
-        """Do what ranks with data do before an exchange, where this rank has none. Only a step of several losses does
-        something there."""
 
     def _prepared(self, batch: tuple, named: dict[str, Any]) -> tuple[tuple, tuple]:
         """Return the layout of a batch, `(samples, cut, names)`, and its arguments by position."""
@@ -475,7 +463,7 @@ class TrainStep(Uncopied):
             if not (self._eager or self._graphs):
                 self._shapes.warn_if_ignored(watched.layers, len(key[1]), key[2])
             if key[0] and not evaluates:
-                self._fix_unit(key[0])
+                self.window.fix_unit(float(-(-key[0] // self._pieces)))  # the samples of the first piece
             # Of all numbers of samples, if that is declared as dynamic.
             alike = (self._shapes.key_of(*key), *compiled_for[1:])
             if alike not in self._graphs:
@@ -483,17 +471,13 @@ class TrainStep(Uncopied):
             self._graphs[compiled_for] = self._graphs[alike]
         return self._graphs[compiled_for]
 
-    def _fix_unit(self, samples: int) -> None:
-        """Make the first piece's number of samples the unit of weights."""
-        self.window.fix_unit(float(-(-samples // self._pieces)))
-
-    def _train(self, key: tuple, batch: tuple, missing: Optional[int] = None, in_epoch: bool = True) -> Any:
-        """Train on a microbatch of this layout. `missing` and `in_epoch`: see `Boundary.begin`."""
+    def _train(self, key: tuple, batch: tuple, in_epoch: bool = True) -> Any:
+        """Train on a microbatch of this layout. `in_epoch`: see `Boundary.begin`."""
         self._updated = False
         try:
             graphs = self._graphs_of(key)
             shapes = self._shapes_of(graphs, batch)
-            known = self.boundary.begin(missing, in_epoch)
+            known = self.boundary.begin(in_epoch)
             self._updated, self._before = None, self.boundary.updates
             # A window of one microbatch needs no buffers. But once an option of the optimizer has changed, its graph
             # would have to be compiled after each change, and Dropout would begin again. For longer windows, one graph
@@ -506,7 +490,7 @@ class TrainStep(Uncopied):
             result = (graphs.alone if is_alone else graphs)(*batch)  # type: ignore[misc]
             if key[0] and shapes not in self._shapes.compiled and not self._eager:  # an empty batch compiles nothing
                 self._shapes.note(shapes, perf_counter() - began)
-            self._updated = self.boundary.end(known, is_alone, key[0], missing is not None)
+            self._updated = self.boundary.end(known, is_alone, key[0])
         except Exception as error:
             self._name_columns(error, key, batch)
             self._explain(error)
@@ -526,7 +510,7 @@ class TrainStep(Uncopied):
     def _name_columns(self, error: Exception, key: tuple, batch: tuple) -> None:
         """See `name_columns`."""
         columns = len(key[1])
-        name_columns(error, batch[-columns:], columns_of(self._functions[0], columns, key[2]), self.window.weights)
+        name_columns(error, batch, columns_of(self._functions[0], columns, key[2]), self.window.weights)
 
     def _explain(self, error: Exception) -> None:
         """Forget all graphs, and raise an error that names the cause, if it is known; see `explain`."""
@@ -549,7 +533,6 @@ def make_train_step(
     has_weight: bool = False,
     loss_reduction: str = "mean",
     has_aux: bool = False,
-    losses: int = 1,
     eager: bool = False,
     network: Union[nn.Cell, tuple[nn.Cell, ...], None] = None,
     **options: Unpack[Options],
@@ -591,10 +574,6 @@ def make_train_step(
         has_aux: Whether `forward_fn` returns `(loss, aux)`. With `pieces > 1`, aux is a Tensor or a tuple of Tensors:
             those of shape `()` are averaged over the pieces by weight, those with one entry per sample are joined.
             Return `parameter.copy()` of a Parameter: the Parameter itself may have its next value by then.
-        losses: Number of losses that `forward_fn` returns in a tuple, each a mean over a count of its own, e.g. text
-            tokens and images. `weight_fn` returns a tuple of as many weights. The gradient is that of the sum of the
-            losses' means over the window. `epoch` reads a window's batches ahead; single calls need
-            `accumulate_step=1`. The backward pass must be linear: see the guide's page on language models.
         eager: Whether to run op by op, without graphs, in PyNative mode: for networks that MindSpore cannot compile,
             and to debug. `forward_fn` may be any Python, a lambda included, and a batch may hold other objects, such as
             strings. Each gradient is added to its buffer during the backward pass, and then forgotten, unless a stage
@@ -607,15 +586,15 @@ def make_train_step(
             `max_skips`, `reducer`, `noise_scale`, `stages` and `loss_scaler`.
 
     Returns:
-        A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is a float32 Tensor of shape `()`, or a
-        tuple of them: the weighted mean over the pieces, never divided by `accumulate_step`.
+        A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is a float32 Tensor of shape `()`: the
+        weighted mean over the pieces, never divided by `accumulate_step`.
 
     Raises:
         TypeError: If an argument is of the wrong kind, `accumulate_step` is missing, or a function is a lambda inside
             another expression, which MindSpore cannot compile.
-        ValueError: If an argument is out of range, if `has_weight` is given with a `weight_fn` or several losses, if an
-            accumulator is given together with options of `Accumulator` or has `reduction="sum"`, or if a parameter was
-            frozen after the optimizer was built.
+        ValueError: If an argument is out of range, if `has_weight` is given with a `weight_fn`, if an accumulator is
+            given together with options of `Accumulator` or has `reduction="sum"`, or if a parameter was frozen after
+            the optimizer was built.
         RuntimeError: When the step is called, if an error or an interrupt left only some pieces of a batch in the open
             window; `accumulator.reset()` drops it.
 
@@ -640,8 +619,7 @@ def make_train_step(
     """
     require_options(make_train_step, options, Options)
     boolean("has_aux", has_aux, "say whether forward_fn returns (loss, aux)")
-    require_one_weight_source(has_weight, weight_fn, "forward_fn", losses)
-    losses = whole_number("losses", losses, "it is the number of losses that forward_fn returns")
+    require_one_weight_source(has_weight, weight_fn, "forward_fn")
     boolean("eager", eager, "say whether to run op by op, without graphs")
     require_functions(eager, forward_fn=forward_fn, weight_fn=weight_fn)
     pieces, batch_axis = checked_pieces(pieces), checked_axis(batch_axis)
@@ -651,42 +629,31 @@ def make_train_step(
     window.exchange.require_alike({
         "the kind of step": "make_train_step", "pieces": pieces, "batch_axis": batch_axis,
         "weight_fn": weight_fn is not None, "has_weight": has_weight, "loss_reduction": loss_reduction,
-        "has_aux": has_aux, "losses": losses, "eager": eager})
+        "has_aux": has_aux, "eager": eager})
     fix_unit_of_sums(window, loss_reduction)
     counts = weights_count("forward_fn", has_weight, weight_fn)
-    if losses > 1:
-        from .several_losses import SeveralLosses, SeveralLossesStep, WeighedPieces  # a kind of step of its own
-
     stream = Stream(window) if eager else None
     # A graph that cuts a batch has to know its number of samples.
-    shapes = Shapes(forward_fn, "forward_fn", takes_any=pieces == losses == 1 and not eager)
+    shapes = Shapes(forward_fn, "forward_fn", takes_any=pieces == 1 and not eager)
 
     def graphs_for(samples: int, cut: Cut, names: tuple[str, ...]) -> Pieces:
         functions = (positional("forward_fn", forward_fn, len(cut), names),
                      positional("weight_fn", weight_fn, len(cut), names), has_aux, loss_reduction, batch_axis)
         inputs = None if eager else shapes.inputs_of(samples, cut, names)
-        if losses > 1:
-            several = SeveralLosses(window, *functions, losses, stream)
-            return WeighedPieces(accumulator.boundary, several, samples, cut, pieces, inputs)
         loss = Loss(window, *functions, stream=stream, has_weight=has_weight)
         return Pieces(accumulator.boundary, loss, samples, cut, pieces, inputs=inputs)
 
     functions = tuple(function for function in (forward_fn, weight_fn) if function is not None)
-    if losses > 1:
-        return SeveralLossesStep(functions, accumulator, pieces, graphs_for, shapes, losses, batch_axis, counts, eager)
     return TrainStep(functions, accumulator, pieces, graphs_for, shapes, batch_axis, counts, eager,
                      checked_networks(network))
 
 
-def require_one_weight_source(has_weight: object, weight_fn: object, name: str, losses: object = 1) -> None:
+def require_one_weight_source(has_weight: object, weight_fn: object, name: str) -> None:
     """Raise TypeError or ValueError unless weights come from one function. `name`: of what returns the loss."""
     boolean("has_weight", has_weight, f"say whether {name} returns (loss, weight)")
     if has_weight and weight_fn is not None:
         raise ValueError(f"got has_weight=True and a weight_fn, expected one of them; leave weight_fn out if {name} "
                          "returns (loss, weight)")
-    if has_weight and losses != 1:
-        raise ValueError(f"got has_weight=True with losses={losses}, whose weights must be known before a window is "
-                         "trained; give a weight_fn, which returns one weight for each loss")
 
 
 def weights_count(name: str, has_weight: bool, weight_fn: object) -> str:
@@ -736,14 +703,13 @@ def averaging(optimizer: Any, accumulate_step: Optional[AccumulateStep] = None,
     return optimizer
 
 
-def require_weights(batches: int, weights: list[float]) -> None:
-    """Raise ValueError if there is no mean over so many batches with these sums of weights."""
+def require_weight(batches: int, weight: float) -> None:
+    """Raise ValueError if there is no mean over so many batches with this sum of weights."""
     if batches == 0:
         raise ValueError("evaluate got no batch, expected at least one; give batches again for each evaluation: an "
                          "iterator or a generator that was read before is used up")
-    if 0 in weights:
-        of = f" of loss {weights.index(0)} (counted from 0)" if len(weights) > 1 else ""
-        raise ValueError(f"the weights{of} in all {batches} batches are 0, so there is no mean; look for a mask or an "
+    if weight == 0:
+        raise ValueError(f"the weights in all {batches} batches are 0, so there is no mean; look for a mask or an "
                          "ignore index that leaves nothing to count")
 
 

@@ -165,30 +165,6 @@ def test_another_optimizer_is_named(compiled_if_slow):
         loaded(*built(sgd(0.1)))
 
 
-@pytest.mark.parametrize("losses", [(1, 2), (2, 1)])
-def test_an_open_window_keeps_its_number_of_losses(losses):
-    """Control: a closed one need not."""
-    def made(count):
-        network = nn.Dense(2, 1)
-
-        def forward_fn(x):
-            loss = network(x).mean()
-            return loss if count == 1 else (loss, loss)
-
-        return network, make_train_step(forward_fn, sgd(0.1)(network), 2, losses=count, eager=True)
-
-    network, train_step = made(losses[0])
-    for _ in train_step.epoch([BATCH] * 3):
-        if train_step.updated or train_step.status().mini_step:
-            save_checkpoint("c.safetensors" if train_step.updated else "open.safetensors", network, train_step)
-        if train_step.updated:
-            break
-    assert loaded(*made(losses[1])) == f"number of losses {losses[0]} -> {losses[1]}"
-    with pytest.raises(CheckpointError, match=f"open window with number of losses {losses[0]}, but this run has "
-                                              f"{losses[1]}; load it with the old settings, train to the end of the"):
-        load_checkpoint("open.safetensors", *made(losses[1]))
-
-
 @pytest.mark.parametrize("cell", [False, True])
 def test_an_open_window_keeps_what_its_weights_count(cell):
     """Control: a closed one need not, and the same weights fit."""

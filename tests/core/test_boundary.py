@@ -9,7 +9,6 @@ from support.modes import recorded_warnings
 from support.training import step_of
 
 from ms_accum import TrainOneStepCell, make_train_step, until_weight
-from ms_accum.core.boundary import Boundary
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 from ms_accum.selftest.reads import counted_reads
 
@@ -59,31 +58,6 @@ def test_the_device_is_read_only_where_the_host_cannot_know(reads, expected, opt
     assert len(reads) == expected, reads
     train_step.status()
     assert len(reads) == expected + 1
-
-
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize(("expected", "options"), [(3, {}), (7, {"on_nonfinite": "skip_microbatch"})])
-def test_with_several_losses_too(monkeypatch, expected, options):
-    """In an epoch of 16 microbatches: twice when it begins, and when it ends. (Batches are copied, which reads them.)
-    """
-    network, read, status = MLP(), [], vars(Boundary)["_status_of"]
-
-    def counting(self, numbers):
-        read.append(self)
-        return status(self, numbers)
-
-    def forward_fn(x, y):
-        logits = network(x)
-        return ops.cross_entropy(logits, y), ops.square(logits).mean()
-
-    monkeypatch.setattr(Boundary, "_status_of", counting)
-    train_step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.1), 4, losses=2, **options)
-    batch = tensors(np.ones((6, 6)), np.zeros(6))
-    for updates in (4, 8):
-        read.clear()
-        assert len(list(train_step.epoch([batch] * 16))) == 16
-        assert len(read) == expected
-        assert int(train_step.accumulator.update_step) == updates
 
 
 @pytest.mark.usefixtures("uncompiled")

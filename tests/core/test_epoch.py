@@ -19,12 +19,6 @@ def of_a_step(**options):
     return make_train_step(mean_loss(network), sgd(network), 2, **options)
 
 
-def of_several_losses():
-    network = MLP()
-    loss = mean_loss(network)
-    return make_train_step(lambda x, y: (loss(x, y), loss(x, y)), sgd(network), 2, losses=2, eager=True)
-
-
 def said(do):
     """What was warned of about epochs, and whether at a line of this file."""
     with recorded_warnings() as caught:
@@ -33,7 +27,7 @@ def said(do):
             if "nothing was trained" in str(warning.message)]
 
 
-@pytest.mark.parametrize("build", [of_a_step, lambda: of_a_step(eager=True), of_several_losses])
+@pytest.mark.parametrize("build", [of_a_step, lambda: of_a_step(eager=True)])
 def test_an_epoch_that_nobody_iterates_over_is_warned_of(build):
     """Control: not if one batch was trained, or the epoch was left."""
     driver = build()
@@ -52,7 +46,7 @@ def test_an_epoch_that_nobody_iterates_over_is_warned_of(build):
     assert said(lambda: list(driver.epoch(BATCHES))) == []
 
 
-@pytest.mark.parametrize("build", [of_a_step, lambda: of_a_step(eager=True), of_several_losses])
+@pytest.mark.parametrize("build", [of_a_step, lambda: of_a_step(eager=True)])
 @pytest.mark.parametrize("empty", [list, lambda: iter(()), lambda: (x for x in ())])
 def test_an_epoch_without_a_batch_is_warned_of(build, empty):
     """Control: not for an empty batch, which is one."""
@@ -70,25 +64,24 @@ def test_an_epoch_that_is_resumed_after_its_last_batch_is_not_empty():
     assert train_step.updated
 
 
-@pytest.mark.parametrize("build", [of_a_step, of_several_losses])
-def test_an_epoch_has_the_length_of_its_batches(build):
+def test_an_epoch_has_the_length_of_its_batches():
     """Of a list, a dataset, and a generator, which has none; a progress bar shows it. It is the same to the end."""
     tqdm = pytest.importorskip("tqdm").tqdm
     x, y = (np.concatenate(column) for column in zip(*batches([6, 6, 3])))
     dataset = NumpySlicesDataset({"x": x.astype(np.float32), "y": y.astype(np.int32)}, shuffle=False).batch(6)
     for data, length in ((BATCHES, 2), (dataset, 3), (BATCHES[:1], 1)):
-        driver = build()
+        driver = of_a_step()
         epoch = driver.epoch(data)
         lengths = [len(epoch), *(len(epoch) for _ in epoch), len(epoch)]
         epoch.close()
         assert lengths == [length] * (length + 2)
     for data, total in ((BATCHES, 2), ((batch for batch in BATCHES), None)):
-        driver = build()
+        driver = of_a_step()
         bar = tqdm(driver.epoch(data), file=StringIO())
         assert bar.total == total
         assert len([*bar]) == bar.n == 2
         bar.iterable.close()
-    epoch = build().epoch(batch for batch in BATCHES)
+    epoch = of_a_step().epoch(batch for batch in BATCHES)
     with pytest.raises(TypeError, match=r"object of type 'generator' has no len\(\)"):
         len(epoch)
     assert epoch
@@ -120,16 +113,15 @@ def test_no_dataset_is_read_to_be_counted():
         assert len(read) >= 12
 
 
-@pytest.mark.parametrize(("build", "rest"), [(of_a_step, 1), (of_several_losses, 2)])
-def test_an_epoch_that_goes_on_has_the_length_of_the_rest(build, rest):
-    """With several losses, the open window is trained again. Control: without `resume`, the length is the whole."""
-    driver, data = build(), [*BATCHES, *BATCHES]
+def test_an_epoch_that_goes_on_has_the_length_of_the_rest():
+    """Control: without `resume`, the length is the whole."""
+    driver, data = of_a_step(), [*BATCHES, *BATCHES]
     for _, _ in zip(range(3), driver.epoch(data)):
         pass
     driver.boundary.note_interrupted(driver.boundary.loop)
     epoch = driver.epoch(data, resume=True)
     found = [len(epoch), *(len(epoch) for _ in epoch), len(epoch)]
-    assert found == [rest] * (rest + 2)
+    assert found == [1] * 3
     assert driver.status().update_step == 2
     for resume in (None, False):
         epoch = driver.epoch(data, resume=resume)

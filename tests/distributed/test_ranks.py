@@ -33,7 +33,7 @@ NAMED = {
     "shapes": r"parameters \(names, shapes, dtypes\), the optimizer's accum, the optimizer's stat",
     "scale": "loss_scaler", "scaler": "loss_scaler", "max_skips": "max_skips",
     "buffer_dtype": "buffer_dtype", "stage": "stages", "limit": "stages", "pieces": "pieces", "weight_fn": "weight_fn",
-    "sums": "loss_reduction", "aux": "has_aux", "several": "losses", "axis": "batch_axis", "cell": "batch_axis",
+    "sums": "loss_reduction", "aux": "has_aux", "axis": "batch_axis", "cell": "batch_axis",
     "kind": "the kind of step, .*", "cached": "pieces"}
 REFUSALS = {
     **{name: f"{DIFFER}{what}{ALIKE}" for name, what in NAMED.items()},
@@ -42,8 +42,7 @@ REFUSALS = {
     "seed": DIFFER + "the values of first.weight, the .*; give every rank the same seed, or broadcast=True",
     "nodes": "ValueError: 2 ranks cannot be divided into nodes of 3; start as many ranks on each host",
     "started": DIFFER + "the number of ranks on their host; start as many ranks on each host, or give ranks_per_node",
-    "alone": "UserWarning: this run has 2 ranks, but this accumulator has no reducer",
-    "losses": "ValueError: got losses=2 with a DataParallel whose ranks sum each microbatch"}
+    "alone": "UserWarning: this run has 2 ranks, but this accumulator has no reducer"}
 
 
 def test_ranks_that_are_not_alike_are_refused(left_by):

@@ -97,7 +97,7 @@ PROCESSES = {
         "any_rows": Expected(between=[["MulNoNan", "Cast"]] * LAYERS),  # what it weighs is not known before
         **{f"amp_{level}": CAST for level in ("O1", "O2", "O3", "auto")},
         **dict.fromkeys(("loss_scaler", "pieces", "alone", "skip_window", "skip_microbatch", "noise_scale",
-                         "several_losses", "grad_cache"), PLAIN), "by_hand": BRANCHED, "sink": BRANCHED}),
+                         "grad_cache"), PLAIN), "by_hand": BRANCHED, "sink": BRANCHED}),
     # In pieces of 6, 6 and 4 rows, the shorter last one needs a multiplication.
     "more fused": Process({"float16": FUSED._replace(fused=[0, LAYERS, 0]), "pieces": Expected(fused=[LAYERS, 0, 0, 0]),
                            "any_length": FUSED, "any_rows": Expected(fused=[0, 0]),

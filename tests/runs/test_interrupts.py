@@ -179,7 +179,7 @@ def test_an_update_that_is_applied_twice_is_noticed(monkeypatch):
 LEFT = [Tensor(np.full((4, 1), value), ms.float32) for value in (1, 2, 4, 8, 16, 32, 64, 128)]  # of an epoch
 # In pieces, losses are miscounted after one signal in ten: too few are no control.
 SIGNALS = {"step": 30, "model": 5, "eager": 20}
-MANY = {"step": 400, "eager": 400, "alone": 400, "pieces": 400, "losses": 400, "model": 40, "by hand": 200}
+MANY = {"step": 400, "eager": 400, "alone": 400, "pieces": 400, "model": 40, "by hand": 200}
 
 
 class Terminated(SystemExit):
@@ -214,13 +214,6 @@ class Epochs:
             self.step = TrainOneStepCell(self.network, accumulator)
         elif kind == "by hand":
             self.step, self.grad_fn = accumulator, ms.value_and_grad(self.network, None, accumulator.weights)
-        elif kind == "losses":
-            network = self.network
-
-            def forward_fn(x):
-                return network(x), 2 * network(x)
-
-            self.step = make_train_step(forward_fn, optimizer, N, losses=2)
         else:
             self.step = make_train_step(self.network, optimizer, 1 if kind == "alone" else N,
                                         pieces=2 if kind == "pieces" else 1, eager=kind == "eager")
@@ -276,7 +269,7 @@ def test_a_checkpoint_after_a_signal_knows_its_place(kind, signals, tmp_path):
     stopped = refused = miscounted = 0
     # A graph is done or not as a whole. Op by op and in pieces, the share of signals that come within a microbatch
     # depends on the load; `test_each_update_happens_once_or_is_refused` bounds in how many lines it can be torn.
-    most = 0.5 if kind not in ("pieces", "losses", "eager") else 1
+    most = 0.5 if kind not in ("pieces", "eager") else 1
     counts_losses = kind not in ("model", "by hand")
 
     def enough():  # of few signals, none or too many may come within a microbatch: then more are sent

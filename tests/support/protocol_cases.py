@@ -1,8 +1,6 @@
 """Ranks whose calls differ, as users' scripts have them: cases of `rank_cases.py`. Each rank has data of its own."""
 import os
 from itertools import chain
-from pathlib import Path
-from time import perf_counter, sleep
 
 import mindspore as ms
 import numpy as np
@@ -96,31 +94,15 @@ def left_by_an_error(rank):
         values(network.trainable_params()), plain([*chain(*windows)]))))
 
 
-def skipped_window(rank):
-    """Two losses, and on rank 1 a window without any finite gradient: what is said, and the counts.
-
-    Then, in windows of one microbatch, what a rank says that trains while rank 0 evaluates.
-    """
-    network = MLP(seed=0)
-    loss_fn = mean_loss(network)
-
-    def forward_fn(x, y):
-        loss = loss_fn(x, y)
-        return loss, 0.5 * loss
-
-    step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), RATE), 2, losses=2, reducer=DataParallel(),
-                           on_nonfinite="skip_microbatch")
-    data = [(x * np.float32(np.nan if rank == 1 and i in (2, 3) else 1), y)
-            for i, (x, y) in enumerate(data_of(rank, 0, 6))]
-    said, status = said_by(lambda: list(step.epoch(data))), step.status()
-    is_finite = bool(np.isfinite(values(network.trainable_params())[0]).all())
+def evaluated_alone(rank):
+    """In windows of one microbatch, what a rank says that trains while rank 0 evaluates."""
     _, single = built(1)
     batch = data_of(rank, 0, 1)[0]
     single(*batch)
-    at_once = said_by(lambda: single.evaluate([batch]) if rank == 0 else [single(*batch) for _ in range(2)])
+    said = said_by(lambda: single.evaluate([batch]) if rank == 0 else [single(*batch) for _ in range(2)])
     single.accumulator.exchange.forgive()
     wait_for_all()
-    return said, status.update_step, status.skipped, is_finite, at_once
+    return said
 
 
 def twins(rank):
@@ -224,40 +206,6 @@ def rates_apart(rank, network, step):
 def go_on(rank, network, step):
     for _ in step.epoch(data_of(rank, 3, 5 - rank)):
         pass
-
-
-def left_inside(rank):
-    """What each rank says, and after how many seconds, where rank 1 leaves a window of two losses, and flushes.
-
-    With graphs and without, it does so after a reset, and without one.
-    """
-    def train(step, resets):
-        for _ in step.epoch(data_of(rank, 0, 6)):
-            if rank == 1:
-                break
-        if rank == 1 and resets:
-            step.accumulator.reset()
-        step.flush()
-
-    found, network = [], MLP(seed=0)
-    loss_fn = mean_loss(network)
-
-    def forward_fn(x, y):
-        loss = loss_fn(x, y)
-        return loss, 0.5 * loss
-
-    for eager, resets in ((False, True), (False, False), (True, True), (True, False)):
-        step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), RATE), 2, losses=2,
-                               reducer=DataParallel(), eager=eager)
-        start = perf_counter()
-        found.append((said_by(train, step, resets), perf_counter() - start))
-        if rank == 0:
-            Path(f"raised{len(found)}").touch()
-        while not Path(f"raised{len(found)}").exists() and perf_counter() - start < 30:
-            sleep(0.05)  # rank 1 must not answer rank 0
-        _meet()
-        step.accumulator.exchange.forgive()
-    return found
 
 
 def built_again(rank):

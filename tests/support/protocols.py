@@ -32,13 +32,12 @@ class Mode(NamedTuple):
 
     length: object = 2
     reducer: DataParallel = DataParallel()
-    losses: int = 1
     on_nonfinite: str = "apply"
 
 
 MODES = {"window": Mode(), "alone": Mode(length=1), "zero": Mode(reducer=DataParallel(zero=1)),
          "skip": Mode(on_nonfinite="skip_window"), "budget": Mode(length=until_weight(BUDGET)),
-         "losses": Mode(losses=2), "microbatch": Mode(reducer=DataParallel(sync="microbatch"))}
+         "microbatch": Mode(reducer=DataParallel(sync="microbatch"))}
 # Where ranks sum each microbatch, a graph goes on after a disagreement: the kernels of one rank may then wait for
 # another rank, until msrun ends it. So a disagreement ends the launch.
 ENDS_LAUNCH = ("microbatch",)
@@ -71,20 +70,18 @@ def drawn(number, ranks, mode=None):
             has_saved = True
             for program in programs:
                 program.append((kind,))
-        elif kind == "twins" and MODES[mode].losses == 1:
+        elif kind == "twins":
             one = batches_of(rng, False)
             for program in programs:
                 program.append(("twins", [(size, rng.randrange(10**6), False) for size, _, _ in one]))
                 program += [("flush", 0), ("flush", 1)]
-        elif kind == "calls" and MODES[mode].losses == 1:
+        elif kind == "calls":
             for program in programs:
                 program += [("calls", which, batches_of(rng, nonfinite)), ("flush", which)]
         else:
             for program in programs:
                 batches = batches_of(rng, nonfinite)
                 left = rng.randint(1, len(batches)) if batches and rng.random() < 0.4 else None
-                if MODES[mode].losses > 1:
-                    left = None  # an open window of several losses cannot be flushed
                 program += [("epoch", which, batches, left), ("flush", which)]
     is_legal = rng.random() < (0 if is_given else 1 if mode in ENDS_LAUNCH else 0.5)
     if not is_legal:
@@ -141,12 +138,11 @@ class Ranks:
         mode = self.mode
 
         def forward_fn(x, y):
-            loss = ((network(x) - y) ** 2).mean()
-            return (loss, 0.5 * loss) if mode.losses > 1 else loss
+            return ((network(x) - y) ** 2).mean()
 
         parameters = network.trainable_params()
         optimizer = nn.SGD(shard_parameters(parameters) if mode.reducer.zero else parameters, RATE)
-        return make_train_step(forward_fn, optimizer, mode.length, reducer=mode.reducer, losses=mode.losses,
+        return make_train_step(forward_fn, optimizer, mode.length, reducer=mode.reducer,
                                on_nonfinite=mode.on_nonfinite)
 
     def begin(self):
@@ -309,7 +305,7 @@ def train_plain(weights, mode, of_ranks):
         x, y = (np.concatenate(each).astype(float) for each in zip(*map(data_of, window)))
         x = np.c_[x, np.ones(len(x))]
         gradient = 2 * ((x @ weights)[:, None] - y).ravel() @ x / len(x)
-        weights -= RATE * gradient * (1.5 if MODES[mode].losses > 1 else 1)
+        weights -= RATE * gradient
 
 
 def windows_of(mode, batches):

@@ -56,14 +56,13 @@ from support.noisy_samples import Position, noisy
 from support.protocol_cases import (  # noqa: F401
     built_again,
     by_hand,
+    evaluated_alone,
     left_by_an_error,
     left_early,
-    left_inside,
     own_all_reduce,
     reset_inside,
     said_by,
     saved_on_update,
-    skipped_window,
     twins,
     unmatched,
 )
@@ -105,7 +104,7 @@ FAST = ("fast",)
 LAUNCHES = {  # ranks, cases
     "fast": (2, [*_FEW, *_NOISE, *_ZERO, "traffic:window", "traffic:microbatch", "followed:jit", *_FILES, *_STUCK,
                  "logged:window", "logged:microbatch", "refusals", "apart", "empty", "returned:window",
-                 "left_early", "left_by_an_error", "left_inside", "skipped_window", "saved_on_update", "evaluated",
+                 "left_early", "left_by_an_error", "evaluated_alone", "saved_on_update", "evaluated",
                  "unmatched", "built_again",
                  "stuck_in_flush", "failing"]),
     "others": (2, [*(case for case in _RUNS if case not in _FEW), "resumed:window", "resumed:zero2", "zero_defects",
@@ -537,12 +536,11 @@ def refusals(rank):
         "limit": said_by(make, stages=(Clamp(1.0 + rank),)),
         "pieces": said_by(step, pieces=1 + rank), "weight_fn": said_by(step, weight_fn=weight_fn if one else None),
         "sums": said_by(step, loss_reduction="sum" if one else "mean", weight_fn=weight_fn),
-        "aux": said_by(step, has_aux=one), "several": said_by(step, losses=1 + rank),
+        "aux": said_by(step, has_aux=one),
         "axis": said_by(step, batch_axis=rank), "cell": said_by(cell, batch_axis=rank),
         "kind": said_by(cell if one else step), "cached": said_by(cached, 1 + rank),
         "step alike": said_by(step, pieces=2, weight_fn=weight_fn), "cell alike": said_by(cell),
-        "cached alike": said_by(cached, 2), "losses": said_by(
-            make_train_step, mean_loss(MLP()), accumulator(MLP(), sync="microbatch"), losses=2)}
+        "cached alike": said_by(cached, 2)}
 
 
 class Decay(nn.Cell):

@@ -13,15 +13,10 @@ def sgd(network, rate=0.1):
     return nn.SGD(network.trainable_params(), rate)
 
 
-def step_of(accumulate_step=2, losses=1, **options):
-    """A train step of an MLP by SGD, with one loss, or the same one twice."""
+def step_of(accumulate_step=2, **options):
+    """A train step of an MLP by SGD."""
     network = MLP()
-    one = mean_loss(network)
-
-    def pair(x, y):
-        return one(x, y), one(x, y)
-
-    return make_train_step(one if losses == 1 else pair, sgd(network), accumulate_step, losses=losses, **options)
+    return make_train_step(mean_loss(network), sgd(network), accumulate_step, **options)
 
 
 def counting(network, accumulate_step=1, **options):

@@ -134,19 +134,6 @@ def amp_level(level):
     train_network(amp.auto_mixed_precision(network, level), momentum(network.trainable_params()), rows(ms.float32))
 
 
-def several_losses():
-    network = Network()
-
-    def losses(x):
-        loss = network(x)
-        return loss, loss * 2
-
-    step = make_train_step(losses, decayed(network.trainable_params()), 1, losses=2)
-    with suppress(RuntimeError):  # the counters stay 0
-        step(rows())
-    close(step.accumulator)
-
-
 def driver_of(name, network, optimizer, weight_fn=None, **options):
     accumulator = Accumulator(optimizer(network.trainable_params()), 2, 1.0, reduction="mean")
     return Driver(name, accumulator, network, (weight_fn,), **options)
@@ -433,7 +420,7 @@ CASES = {
     "sgd_in_bfloat16": partial(train, optimizer=lambda parameters: nn.SGD(parameters, 1e-3), layers=1),
     **{f"amp_{level}": partial(amp_level, level) for level in ("O1", "O2", "O3", "auto")},
     "by_hand": partial(driven, "hand-graph"), "op_by_op": partial(driven, "hand-pynative", ms.float32, momentum),
-    "cell": partial(driven, "cell-graph"), "sink": sink, "several_losses": several_losses, "grad_cache": grad_cache,
+    "cell": partial(driven, "cell-graph"), "sink": sink, "grad_cache": grad_cache,
     "language_model": language_model, "vit": vit, "vit_O2": partial(vit, "O2"), "resnet18": resnet18,
     "window": partial(ranks, sync="window"), "microbatch": partial(ranks, sync="microbatch"),
     "zero1": partial(ranks, zero=1), "zero2": partial(ranks, zero=2),
