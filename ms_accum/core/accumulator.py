@@ -46,7 +46,7 @@ class Options(TypedDict, total=False):
     clip_norm: Optional[float]
     buffer_dtype: Optional[ms.Type]
     on_nonfinite: str
-    max_skips: Optional[int]
+    max_skips: int
     reducer: Optional[DataParallel]
     noise_scale: Optional[Stage]
     stages: tuple[Stage, ...]
@@ -89,7 +89,7 @@ class Accumulator(Uncopied):
             a window of weight 0, whose mean is 0/0; with "apply", it updates with a gradient of 0.
         max_skips: Largest number of windows ("skip_microbatch": microbatches or pieces of this rank) that may be
             skipped in a row; one more raises a RuntimeError, at the end of a window. In a hand-written loop, call
-            `require_progress()`, because a graph cannot raise it. None: no limit.
+            `require_progress()`, because a graph cannot raise it.
         reducer: A `DataParallel`, which gives all ranks of a run started with `msrun` the same update. None: one
             device.
         noise_scale: A `ms_accum.batch_size.GradientNoiseScale`, which estimates up to which batch size more samples
@@ -158,7 +158,7 @@ class Accumulator(Uncopied):
         reduction: str,
         buffer_dtype: Optional[ms.Type] = None,
         on_nonfinite: str = "apply",
-        max_skips: Optional[int] = None,
+        max_skips: int = 20,
         reducer: Optional[DataParallel] = None,
         noise_scale: Optional[Stage] = None,
         stages: tuple[Stage, ...] = (),

@@ -7,7 +7,7 @@ left. For a train step, the host counts down. It reads the device only where it 
 - after each microbatch, if a weight closes windows (`until_weight`);
 - when an epoch begins;
 - before the next microbatch after an error, a load, a flush, or a window that was closed by hand;
-- in a cell, after each microbatch with `max_skips`, else after each 64th if there are stages, to warn of skips.
+- in a cell, after as many microbatches as may still be skipped in a row, at most 64.
 
     begin:   count known? ─ no ─► read the device, close the window if it is full
                   │ yes
@@ -65,15 +65,9 @@ _TORN_BATCH = ("the open window may hold only some pieces of a batch, because an
 _TORN_UPDATE = ("an error or an interrupt stopped an update, so it may have changed only some of the parameters (or it "
                 "stopped a reset or a load); load a checkpoint, on all ranks, or, on one device, call "
                 "accumulator.reset(), which drops the window")
-_STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because their gradients were not "
-          "finite{}, after update {}; look for NaN in the batches since then, lower the initial loss scale or the "
+_STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because {}, after "
+          "update {}; look for NaN in the batches since then, lower the initial loss scale or the "
           "learning rate, or load a checkpoint; another call continues the training")
-_SKIPPED = ("{} {} in a row were skipped, because their gradients were not finite{}, so nothing was trained with them; "
-            "lower the initial loss scale or the learning rate, or look for NaN in the batches; give max_skips={} to "
-            "get an error instead")
-_EMPTY = ("{} of {} closed windows had the weight 0, so there was nothing to learn from: they {}; expected samples or "
-          "tokens in each window; compare what is counted with the labels, e.g. the ignore index, or give longer "
-          "windows{}")
 _LOST = ("a window of the accumulator for {} that holds {} is lost: it was neither applied, saved (by save_checkpoint) "
          "nor reset; train with train_step.epoch(batches), which applies the incomplete last window, call flush(), "
          "give Model the callback FlushCallback(), or call accumulator.reset() to drop it")
@@ -101,7 +95,6 @@ _OTHER_RANKS = ("the checkpoint was saved in the middle of an epoch with another
                 "DataParallel, so it does not know which batches this rank has trained; give resume=False, and only "
                 "batches that no rank has trained")
 _FEW_READS = 64  # microbatches of a cell between two reads of the skips
-_MANY = 10  # skips in a row that are worth a warning; a loss scale of 2**24 comes down in fewer
 
 
 class NoProgress(RuntimeError):
@@ -124,8 +117,7 @@ class Status(NamedTuple):
         unfinished: 0, unless an error or an interrupt stopped a microbatch or an update.
         epochs: Number of epochs finished; see `TrainStep.epochs`.
         trained: Number of microbatches trained since, on this rank, including those that were skipped.
-        empty_windows: Number of windows closed whose weight, over all ranks, was 0, e.g. without any token. The first
-            one causes a warning where counters are read: at a flush, at the end of an epoch, in a `WindowLog`.
+        empty_windows: Number of windows closed whose weight, over all ranks, was 0, e.g. without any token.
     """
 
     update_step: int
@@ -177,7 +169,7 @@ class Boundary:
     Args:
         window: The open window on the device.
         settings: Settings that must be equal in a run that resumes in the middle of a window. The driver adds its own.
-        max_skips: The number of skips in a row that raise no error; None: any number.
+        max_skips: The number of skips in a row that raise no error.
 
     Attributes:
         memory: Where the memory of all that is used is.
@@ -205,11 +197,12 @@ class Boundary:
         has_own_graphs: Whether a train step compiles all graphs that hold the window, so that they go with the step.
     """
 
-    def __init__(self, window: Window, settings: dict[str, str], max_skips: Optional[int] = None) -> None:
+    def __init__(self, window: Window, settings: dict[str, str], max_skips: int) -> None:
         self.window, self.settings, self.max_skips, self.is_driven = window, settings, max_skips, False
         self.memory = Memory(window)
         # Whether the host's countdown is enough: no microbatch can be skipped, no window dropped or closed by a weight.
-        self._counts_alone = not (window.may_skip or window.may_drop) and window.length.budget is None
+        self._may_skip = window.may_skip or window.may_drop
+        self._counts_alone = not self._may_skip and window.length.budget is None
         self._filled_by_hand = self._closed_in_graphs = self.has_own_graphs = False
         self.eager, self._graphs = True, {}  # type: bool, dict[str, Callable]
         self.generation = self.changes = 0
@@ -225,9 +218,7 @@ class Boundary:
         self.layers: list[nn.Cell] = []
         self._is_doubled = False  # whether the last update was number 1, 2, 4, 8, ...
         self._is_running = False  # whether a microbatch has begun, and has not ended
-        self._warned = self._warned_of_empty = False  # of many skips; of windows of weight 0
-        self._empty_before = 0  # such windows of the run that was loaded
-        self._dropped = 0  # windows dropped in a row
+        self._skipped_in_row = 0
         self._unread = 0  # microbatches of a cell since the last read of skips
         self.held = self.updates = self.epochs = self.trained = self.others = self.loop = 0
         self.samples = Samples()
@@ -332,8 +323,7 @@ class Boundary:
         else:
             status, accepted = self._read_at_boundary()
             if status.needed > 0:  # a microbatch was skipped, or the window waits for its weight
-                self._warn_of_skips(status.skipped_in_row)
-                self.require_progress(status)
+                self._check_skips()
                 self.held, self._missing = status.mini_step, status.needed
                 return False
             is_applied = self._close(accepted)
@@ -345,19 +335,20 @@ class Boundary:
     def end_on_device(self) -> None:
         """End a microbatch after which the device has closed the window if it was full.
 
-        With `max_skips`, read after each microbatch, to raise an error after too many; else after each 64th, to warn.
-        With several ranks, ask after each 64th whether they agree.
+        Read as soon as more than `max_skips` may have been skipped in a row. With several ranks, ask after each 64th
+        microbatch whether they agree.
         """
         self._is_running = False
-        self.require_progress()
         if not self.memory.is_noted:
             self.memory.note()
         self._unread += 1
-        if self._unread >= _FEW_READS:
+        left = self.max_skips - self._skipped_in_row if self._may_skip else _FEW_READS
+        if self._unread > left or self._unread >= _FEW_READS:
             self._unread = 0
-            self.window.exchange.require_agreement()
-            if self.window.stages and self.max_skips is None and not self._warned:
-                self._warn_of_skips(self.status().skipped_in_row)
+            if self._may_skip:
+                self.require_progress()
+            else:
+                self.window.exchange.require_agreement()
         self._counts_on_device = True
 
     def end_pieces(self, pieces: int, trained: int = 1) -> None:
@@ -389,7 +380,6 @@ class Boundary:
         was_ended, self._ended = self._ended == (status.closed_windows, status.mini_step), None
         if was_ended and not ends_epoch:
             return False, False
-        self._warn_of_skips(status.skipped_in_row)
         held, self.updates = status.mini_step, status.update_step
         while exchange.inside > 1:  # ranks that sum each microbatch: add empty ones until none of them has data
             still_active = max(float(self.add_nothing(0.0)) for _ in range(pieces))
@@ -408,9 +398,7 @@ class Boundary:
             closed, applied = True, self._close() or applied
         exchange.end_round()
         exchange.compare_parameters()
-        if closed:
-            self._warn_of_empty(int(self.window.empty_windows), int(self.window.closed_windows))
-        self.require_progress()
+        self._check_skips()
         self._ended = (int(self.window.closed_windows), 0) if ends_epoch else None
         self._is_in_epoch = False
         return closed, applied
@@ -572,12 +560,11 @@ class Boundary:
         return True, accepted, active
 
     def _count_closed(self, is_applied: bool) -> None:
-        self._dropped = 0 if is_applied else self._dropped + 1
+        self._skipped_in_row = 0 if is_applied else self._skipped_in_row + 1
         if is_applied:
             self._count_update()
         else:
-            self._warn_of_skips(self._dropped)
-            self.require_progress()
+            self._check_skips()
 
     def _count_update(self) -> None:
         self.updates += 1
@@ -679,7 +666,7 @@ class Boundary:
         needed = length.missing(mini_step, update_step, held)
         status = Status(update_step, mini_step, needed, int(seen), skipped, closed, weight, norm, in_row, unfinished,
                         epochs, trained, empty)
-        self._warn_of_empty(status.empty_windows, status.closed_windows)
+        self._skipped_in_row = in_row
         return status
 
     # --- op by op, or by graphs ---------------------------------------------------------------------------------------
@@ -705,37 +692,24 @@ class Boundary:
 
     # --- skips --------------------------------------------------------------------------------------------------------
 
-    def require_progress(self, status: Optional[Status] = None) -> None:
+    def _check_skips(self) -> None:
+        """Read, and raise RuntimeError, if the host has counted more than `max_skips` in a row."""
+        if self._skipped_in_row > self.max_skips:
+            self.require_progress()
+
+    def require_progress(self) -> None:
         """Raise RuntimeError if more than `max_skips` were skipped in a row, unless these were reported before."""
-        if self.max_skips is None:
-            return
-        status = status or self.status()
+        status, settings = self.status(), self.settings
         if status.skipped_in_row > self.max_skips and status.skipped != self.reported:
             self.reported = status.skipped
+            looks = settings["on_nonfinite"] != "apply" or settings["loss_scaler"] != "None"
+            reasons = ["their gradients were not finite"] * looks + ["windows had the weight 0"] * (
+                status.empty_windows > 0) + ["a stage did not accept them"] * (settings["stages"] != "none")
             raise NoProgress(_STUCK.format(self.max_skips, self._skipped_noun(), status.skipped_in_row, status.skipped,
-                                           self._or_empty(), status.update_step))
-
-    def _warn_of_skips(self, in_row: int) -> None:
-        """Warn once about many skips in a row, if `max_skips` does not raise an error."""
-        if self.max_skips is None and in_row >= _MANY and not self._warned:
-            self._warned = True
-            warn(_SKIPPED.format(in_row, self._skipped_noun(), self._or_empty(), _MANY), UserWarning, stacklevel=2)
+                                           " or ".join(reasons), status.update_step))
 
     def _skipped_noun(self) -> str:
         return "microbatches or pieces" if self.settings["on_nonfinite"] == "skip_microbatch" else "windows"
-
-    def _or_empty(self) -> str:
-        return " or windows had the weight 0" if self._warned_of_empty else ""
-
-    def _warn_of_empty(self, empty: int, closed: int) -> None:
-        """Warn once if windows of this run had the weight 0."""
-        if empty > self._empty_before and not self._warned_of_empty:
-            self._warned_of_empty = True
-            did, remedy = "were dropped", ""
-            if not self.window.drops_empty:
-                did = "made updates with a gradient of 0, in which momentum and weight decay still move parameters"
-                remedy = '; on_nonfinite="skip_window" drops such windows'
-            warn(_EMPTY.format(empty, closed, did, remedy), UserWarning, stacklevel=2)
 
     # --- what other code does with the window -------------------------------------------------------------------------
 
@@ -826,8 +800,8 @@ class Boundary:
         self.logged = Logged(int(window.closed_windows), float(window.weight_sum), losses, True)
         self.recalled, self.since_load = self.logged, 0
         self.reported, self._is_loaded, self.has_place, self._may_be_full = None, True, has_place, True
-        self._empty_before, self.samples = int(window.empty_windows), Samples(*samples)
-        self._is_running, self._dropped = False, 0
+        self.samples = Samples(*samples)
+        self._is_running, self._skipped_in_row = False, int(window.skipped_in_row)
         self.memory.note_load()
         self._ended, self._is_in_epoch = None, False
         # Older files do not say whether there was a loop.

@@ -236,18 +236,13 @@ def _divided(scale: Tensor, gradient: Tensor) -> Tensor:
 # --- which stages are switched on -------------------------------------------------------------------------------------
 
 
-def checked_nonfinite(on_nonfinite: object, scaler: object, max_skips: object) -> Optional[int]:
-    """Return `max_skips` as an int, or None. Raise TypeError or ValueError if one of the arguments is invalid."""
+def checked_nonfinite(on_nonfinite: object, scaler: object, max_skips: object) -> int:
+    """Return `max_skips` as an int. Raise TypeError or ValueError if one of the arguments is invalid."""
     one_of("on_nonfinite", on_nonfinite, ("apply", "skip_microbatch", "skip_window"))
     if scaler is not None and on_nonfinite == "skip_microbatch":
         raise ValueError('got a loss_scaler with on_nonfinite="skip_microbatch": the scale changes only when a window '
                          'closes, so an overflowing microbatch would be skipped every time; give "apply" or '
                          '"skip_window", which both drop the window')
-    if max_skips is None:
-        return None
-    if on_nonfinite == "apply" and scaler is None:
-        raise ValueError(f'got max_skips={max_skips} with on_nonfinite="apply", which skips nothing; give '
-                         '"skip_window" or "skip_microbatch"')
     return whole_number("max_skips", max_skips, "it is the most skips in a row", minimum=0)
 
 

@@ -359,7 +359,7 @@ SETTINGS = {
     "clip_norm": ({}, {"clip_norm": 0.5}, "clip_norm None -> 0.5"),
     "on_nonfinite": ({}, {"on_nonfinite": "skip_window"}, "on_nonfinite apply -> skip_window"),
     "max_skips": ({"on_nonfinite": "skip_window"}, {"on_nonfinite": "skip_window", "max_skips": 3},
-                  "max_skips None -> 3"),
+                  "max_skips 20 -> 3"),
     "accumulate_step": ({}, {"accumulate_step": 1}, "accumulate_step 2 -> 1"),
     "loss_scaler": ({}, {"loss_scaler": scaler},
                     "loss_scaler None -> DynamicLossScaler(scale_value=256.0, scale_window=1, scale_factor=2, counter=0"

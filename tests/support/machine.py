@@ -12,7 +12,7 @@ from support.differential.accumulating import Accumulating
 from support.differential.cases import plain_case
 from support.differential.optimizers import state_of
 
-MAX_SKIPS = {"apply": None, "skip_microbatch": 1, "skip_window": 1}
+MAX_SKIPS = {"apply": 20, "skip_microbatch": 1, "skip_window": 1}
 BUDGET, SHORT, ALONE = ("until", 9.0, 4), ((0, 2), (2, 3)), ((0, 1), (3, 2), (5, 1))
 # How each driver trains: (its name, windows, what is not finite, pieces). Each of these occurs with each other one.
 DRIVERS = {
@@ -48,7 +48,7 @@ class Oracle(reference.Accumulation):
 
     @property
     def is_stuck(self):
-        return (self.max_skips is not None and self.skipped_in_row > self.max_skips
+        return (self.skipped_in_row > self.max_skips
                 and self.reported != self.skipped)
 
     def snapshot(self):
