@@ -43,11 +43,11 @@ from warnings import warn
 from weakref import finalize
 
 import mindspore as ms
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
 
 from ..tensors import require_trainable
 from .facts import given_to
-from .memory import Memory
+from .memory import addresses_of, require_same
 from .notes import register
 from .optimizers import assign_rates_of_groups, follow_rates, options_of_groups, rates_at
 from .window import UPDATING
@@ -172,7 +172,7 @@ class Boundary:
         max_skips: The number of skips in a row that raise no error.
 
     Attributes:
-        memory: Where the memory of all that is used is.
+        addresses: Where the trained parameters and the rates are, once a microbatch was trained.
         layers: That train steps or cells were found to use.
         held, updates, epochs, trained: Number of microbatches in the open window (at most, because some may have been
             skipped), of updates done, of epochs finished, and of microbatches trained in this epoch. They are right
@@ -199,7 +199,7 @@ class Boundary:
 
     def __init__(self, window: Window, settings: dict[str, str], max_skips: int) -> None:
         self.window, self.settings, self.max_skips, self.is_driven = window, settings, max_skips, False
-        self.memory = Memory(window)
+        self.addresses: list[tuple[Parameter, int]] = []
         # Whether the host's countdown is enough: no microbatch can be skipped, no window dropped or closed by a weight.
         self._may_skip = window.may_skip or window.may_drop
         self._counts_alone = not self._may_skip and window.length.budget is None
@@ -216,7 +216,6 @@ class Boundary:
         self.since_load = 0
         self.used_rates: Optional[tuple[float, ...]] = None
         self.layers: list[nn.Cell] = []
-        self._is_doubled = False  # whether the last update was number 1, 2, 4, 8, ...
         self._is_running = False  # whether a microbatch has begun, and has not ended
         self._skipped_in_row = 0
         self._unread = 0  # microbatches of a cell since the last read of skips
@@ -266,8 +265,7 @@ class Boundary:
 
         Raises:
             RuntimeError: If an error left a part of a batch in the open window, or stopped an update; if the
-                accumulator is filled by hand; if more than `max_skips` were skipped in a row; after 1, 2, 4, 8,
-                ... updates, if a parameter has new memory.
+                accumulator is filled by hand; if more than `max_skips` were skipped in a row.
             ValueError: If a parameter is frozen, and this microbatch may close the window; see also `follow_groups`.
         """
         if self._filled_by_hand:
@@ -276,9 +274,6 @@ class Boundary:
         self.note_given()
         self.follow_groups()
         was_stopped, trained = self._is_running, self.trained
-        if self._is_doubled:  # not after each update: op by op, it waits for all that is queued
-            self.require_same_memory()
-            self._is_doubled = False
         known = 1
         if not (on_device and self._counts_on_device):
             self.ask()
@@ -311,8 +306,8 @@ class Boundary:
         else:
             self.keep_place()
             self._place, self.others = None, self.others + 1
-        if not self.memory.is_noted:
-            self.memory.note()
+        if not self.addresses:
+            self.addresses = addresses_of(self.window)
         if is_applied:
             self._count_update()
         elif missing > 1:
@@ -339,8 +334,8 @@ class Boundary:
         microbatch whether they agree.
         """
         self._is_running = False
-        if not self.memory.is_noted:
-            self.memory.note()
+        if not self.addresses:
+            self.addresses = addresses_of(self.window)
         self._unread += 1
         left = self.max_skips - self._skipped_in_row if self._may_skip else _FEW_READS
         if self._unread > left or self._unread >= _FEW_READS:
@@ -568,7 +563,6 @@ class Boundary:
 
     def _count_update(self) -> None:
         self.updates += 1
-        self._is_doubled = self.updates & (self.updates - 1) == 0
         due = [function for every, function in self._on_update if self.updates % every == 0]
         if due:  # if ranks disagree, there was no update
             self.window.exchange.require_agreement()
@@ -758,13 +752,13 @@ class Boundary:
             self.given = given_to(self.window.optimizer)
 
     def require_same_memory(self) -> None:
-        """Raise RuntimeError if a script has replaced what graphs use; see `Memory.require_same`.
+        """Raise RuntimeError if a script has given trained parameters or rates new memory, which no graph knows.
 
         By hand, nobody notes the memory after the first microbatch, so the first call of this does it.
         """
-        if self._filled_by_hand and not self.memory.is_noted:
-            self.memory.note()
-        self.memory.require_same(self.eager)
+        if self._filled_by_hand and not self.addresses:
+            self.addresses = addresses_of(self.window)
+        require_same(self.addresses, self.window)
 
     def losses(self) -> tuple:
         """Return the losses of the open window that a `WindowLog` has seen; none if it has missed a microbatch."""
@@ -802,7 +796,6 @@ class Boundary:
         self.reported, self._is_loaded, self.has_place, self._may_be_full = None, True, has_place, True
         self.samples = Samples(*samples)
         self._is_running, self._skipped_in_row = False, int(window.skipped_in_row)
-        self.memory.note_load()
         self._ended, self._is_in_epoch = None, False
         # Older files do not say whether there was a loop.
         self.has_epochs, self._is_moved = has_epochs or int(window.place[0]) > 0, True

@@ -4,10 +4,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from inspect import unwrap
 from math import inf, nan, prod
 from numbers import Real
-from types import CodeType
 from typing import Any, Union
 from warnings import warn
 from weakref import WeakKeyDictionary, ref
@@ -26,7 +24,6 @@ _PLACE = re.compile(r"\[(\d+)\]$")
 _RATE = re.compile(r"(^|[.[])(learning_rate|lr)(_group_\d+|\[\d+\]|\])*$")  # names of `rates_of`
 _GROUP = re.compile(r"_group_(\d+)$")
 _IN_SCHEDULE = re.compile(r"(group_)?(learning_rate|lr)[.[]")  # places
-_COMPILED = ("mindspore.nn.optim.", "mindspore.experimental.optim.")  # where optimizers are that MindSpore compiles
 _GENERATED = re.compile(r"Parameter([#$]\d+)?")  # numbered in the order in which a process creates them
 _CONSTANT = (Real, str, type(None))
 _NO_OPTIONS = ("lr", "initial_lr")  # a Parameter, unless a script has just replaced it; what only a scheduler reads
@@ -132,35 +129,6 @@ def other_state_of(optimizer: object) -> dict[str, Any]:
     found = {name: held for name, held in attributes.items() if type(held) in (int, float) and name[0] != "_"}
     return found | {place: held for place, held in _inside(*_holder_and_network(optimizer))
                     if isinstance(held, Tensor) and not isinstance(held, Parameter)}
-
-
-def is_compiled(optimizer: object) -> bool:
-    """Return whether MindSpore compiles updates of an optimizer also op by op: those of its own classes.
-
-    A subclass, or a Cell that holds such an optimizer, may call them.
-    """
-    holder, network = _holder_and_network(optimizer)
-    held = [each for _, each in _inside(holder, network) if hasattr(each, "parameters")]
-    return any(_calls_compiled(type(each)) for each in (optimizer, *held))  # not of its schedules
-
-
-def _calls_compiled(kind: type) -> bool:
-    for base in kind.__mro__:
-        if base.__module__.startswith(_COMPILED):
-            return True
-        code = getattr(unwrap(vars(base).get("construct", _calls_compiled)), "__code__", None)
-        if "construct" in vars(base) and (code is None or all("construct" not in each.co_names
-                                                              for each in _codes_in(code))):
-            return False  # it calls no construct of a base
-    return False
-
-
-def _codes_in(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function, and that of the functions in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _codes_in(constant)
 
 
 def rates_of(optimizer: object) -> dict[str, Parameter]:
