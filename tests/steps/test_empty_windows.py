@@ -36,16 +36,8 @@ def built(kind, accumulate_step=2, loss_reduction="mean", **options):
                                 **options)
     if kind == "hand":
         return Accumulator(optimizer, accumulate_step, reduction="mean", **options)
-
-    def pair(x, y):
-        return loss(x, y), loss(x, y)
-
-    def counts(x, y):
-        return targets(x, y), targets(x, y)
-
-    several = "losses" in options
-    return make_train_step(pair if several else loss, optimizer, accumulate_step,
-                           weight_fn=counts if several else targets, loss_reduction=loss_reduction, **options)
+    return make_train_step(loss, optimizer, accumulate_step, weight_fn=targets, loss_reduction=loss_reduction,
+                           **options)
 
 
 def trained(kind, data, mode, flush=True, **options):
@@ -74,7 +66,7 @@ def by_hand(accumulator, data, mode):
 
 
 CASES = [("step", {}), ("cell", {}), ("hand", {}), ("step", {"pieces": 2}), ("step", {"loss_reduction": "sum"}),
-         ("step", {"losses": 2}), ("step", {"accumulate_step": until_weight(5, at_most=2)})]
+         ("step", {"accumulate_step": until_weight(5, at_most=2)})]
 
 
 @pytest.mark.parametrize(("policy", "kind", "options", "mode"), [
