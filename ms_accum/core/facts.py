@@ -18,7 +18,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from ..distributed.zero import whole_of
-from ..mindspore_api import LearningRateSchedule
+from ..mindspore_api import is_a
 from ..tensors import as_array
 from .optimizers import divided_state, other_state_of, rates_of
 from .stages import Stage
@@ -205,7 +205,7 @@ def _array(value: Any) -> str:
 def _is_schedule(cell: nn.Cell, place: str) -> bool:
     """Return whether a Cell computes a value from the update count. MindSpore's wrappers only return what they hold."""
     is_wrapper = type(cell).__module__.startswith("mindspore.") and type(cell).__name__.startswith("_")
-    is_named = isinstance(cell, LearningRateSchedule) or "weight_decay" in place
+    is_named = is_a(cell, "LearningRateSchedule") or "weight_decay" in place
     return is_named and not is_wrapper and not isinstance(cell, nn.CellList) and not list(cell.get_parameters())
 
 

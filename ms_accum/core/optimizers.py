@@ -16,7 +16,7 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from ..arguments import number
 from ..distributed.zero import whole_of
-from ..mindspore_api import LearningRateSchedule
+from ..mindspore_api import is_a
 from ..tensors import FLOATS, require_trainable
 
 INSTANCE = re.compile(r"^accumulator\d+\.")  # the prefix of an accumulator's Parameters, if `cell_prefix` is taken
@@ -87,7 +87,7 @@ def warn_if_idle(optimizer: nn.Optimizer) -> None:
 def require_rates(optimizer: nn.Optimizer) -> None:
     """Raise ValueError if a list of learning rates has no rate for the next update. It waits for the device."""
     for _, cell in optimizer.cells_and_names() if isinstance(optimizer, nn.Cell) else ():
-        rates = getattr(cell, "learning_rate", None) if isinstance(cell, LearningRateSchedule) else None
+        rates = getattr(cell, "learning_rate", None) if is_a(cell, "LearningRateSchedule") else None
         if isinstance(rates, Parameter) and rates.ndim == 1:
             if int(optimizer.global_step) >= rates.size:
                 raise ValueError(f"the optimizer's list of {rates.size} learning rates is used up, expected a rate for "

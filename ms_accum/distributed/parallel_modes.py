@@ -7,7 +7,7 @@ from warnings import warn
 
 from mindspore import nn
 
-from ..mindspore_api import GlobalComm, get_auto_parallel_context, get_group_size
+from ..mindspore_api import GlobalComm, get_auto_parallel_context, get_group_size, is_a
 
 _ALONE = ("this run has {} ranks, but this accumulator has no reducer: each rank trains alone, and their parameters "
           "become different; give reducer=DataParallel(), after mindspore.communication.init(). If the script sums "
@@ -15,7 +15,6 @@ _ALONE = ("this run has {} ranks, but this accumulator has no reducer: each rank
 _SHARDED = ("{} shards the network or sums its gradients itself, so ms_accum cannot accumulate them; accumulate with "
             "mindspore.parallel.nn.GradAccumulation there, or train the network as it is, with "
             "reducer=DataParallel(zero=1), which divides the optimizer's state")
-_PARALLEL = {"AutoParallel", "DistributedDataParallel"}  # Cells of MindSpore
 _HYPER = "hsdp_scheduler"  # what `hsdp` and `fully_shard` of HyperParallel set on a Cell
 
 
@@ -25,7 +24,7 @@ def require_unsharded(cells: Iterable[nn.Cell] = ()) -> None:
     if mode in ("semi_auto_parallel", "auto_parallel"):
         raise ValueError(_SHARDED.format(f"MindSpore's mode {mode}"))
     for cell in (inner for outer in cells for _, inner in outer.cells_and_names()):
-        if hasattr(cell, _HYPER) or not _PARALLEL.isdisjoint(kind.__name__ for kind in type(cell).__mro__):
+        if hasattr(cell, _HYPER) or is_a(cell, "AutoParallel", "DistributedDataParallel"):
             raise ValueError(_SHARDED.format(type(cell).__name__))
 
 
