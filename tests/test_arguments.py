@@ -30,7 +30,6 @@ ACCEPTED = {
     (Accumulator, "on_nonfinite"): set(),
     (Accumulator, "max_skips"): WHOLE | {"0", "2**31", "10**400"},
     (Accumulator, "reducer"): {"None"},
-    (Accumulator, "noise_scale"): {"None"},
     (Accumulator, "stages"): {"list"},
     (Accumulator, "loss_scaler"): {"None"},
     (make_train_step, "forward_fn"): {"class", "function"},

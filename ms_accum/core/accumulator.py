@@ -48,7 +48,6 @@ class Options(TypedDict, total=False):
     on_nonfinite: str
     max_skips: int
     reducer: Optional[DataParallel]
-    noise_scale: Optional[Stage]
     stages: tuple[Stage, ...]
     loss_scaler: Optional[amp.LossScaler]
 
@@ -92,9 +91,8 @@ class Accumulator(Uncopied):
             `require_progress()`, because a graph cannot raise it.
         reducer: A `DataParallel`, which gives all ranks of a run started with `msrun` the same update. None: one
             device.
-        noise_scale: A `ms_accum.batch_size.GradientNoiseScale`, which estimates up to which batch size more samples
-            help. It costs one norm per microbatch. The weights must be numbers of samples or tokens.
-        stages: A tuple of stages of your own; see `ms_accum.Stage`.
+        stages: A tuple of a `ms_accum.batch_size.GradientNoiseScale`, which estimates up to which batch size more
+            samples help, and of stages of your own; see `ms_accum.Stage`.
         loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16.
             Differentiate `scaled(loss)`. When the window closes, the gradient is divided by the scale before it is
             averaged or clipped, and the scaler is adjusted once. A window whose gradient holds NaN or infinity, or
@@ -117,7 +115,7 @@ class Accumulator(Uncopied):
             ranks that exchange each microbatch.
         parameters: ParameterTuple of all state. Names are unique in the process.
         weights: The parameters to give gradients for, in the optimizer's order: ParameterTuple.
-        optimizer, noise_scale, loss_scaler: As given.
+        optimizer, loss_scaler: As given.
         exchange: The exchange that the reducer built; it has the attributes `rank` and `ranks`.
         window, boundary: The open window on the device, and the host's side of it, for steps, cells and checkpoints.
 
@@ -160,18 +158,17 @@ class Accumulator(Uncopied):
         on_nonfinite: str = "apply",
         max_skips: int = 20,
         reducer: Optional[DataParallel] = None,
-        noise_scale: Optional[Stage] = None,
         stages: tuple[Stage, ...] = (),
         loss_scaler: Optional[amp.LossScaler] = None,
     ) -> None:
         weights = whole_parameters(checked_parameters(optimizer))
         clip_norm = checked_clip_norm(clip_norm)
-        max_skips, stages = checked_nonfinite(on_nonfinite, loss_scaler, max_skips), checked_stages(stages, noise_scale)
+        max_skips, stages = checked_nonfinite(on_nonfinite, loss_scaler, max_skips), checked_stages(stages)
         one_of("reduction", reduction, REDUCTIONS)
         length, loss_scaler = _warned_length(accumulate_step, buffer_dtype), checked_loss_scaler(loss_scaler)
         dtypes = tuple(buffer_dtype_of(buffer_dtype, p.dtype) for p in weights)
         settings = {"accumulate_step": length.description, "clip_norm": repr(clip_norm), "reduction": reduction,
-                    "on_nonfinite": on_nonfinite, "max_skips": repr(max_skips), "noise_scale": repr(noise_scale),
+                    "on_nonfinite": on_nonfinite, "max_skips": repr(max_skips),
                     "stages": ", ".join(type(stage).__name__ for stage in stages) or "none",
                     "buffer_dtype": ", ".join(sorted({str(dtype) for dtype in dtypes})),
                     "loss_scaler": "None" if loss_scaler is None else short_text_of(loss_scaler)}
@@ -181,18 +178,16 @@ class Accumulator(Uncopied):
             accumulated.settings.update({
                 "max_skips": repr(max_skips), "buffer_dtype": repr(list(map(str, dtypes))),
                 "stages": texts_of_stages(stages),
-                "noise_scale": texts_of_stages(() if noise_scale is None else (noise_scale,)),
                 "loss_scaler": "None" if loss_scaler is None else text_of(loss_scaler),
                 **{f"the optimizer's {name}": text for name, text in (
                     describe(optimizer).items() if getattr(reducer, "compare", False) else ())}})
-        self.exchange = exchange = _exchange_of(
-            reducer, optimizer, accumulated, stages if noise_scale is None else (*stages, noise_scale))
+        self.exchange = exchange = _exchange_of(reducer, optimizer, accumulated, stages)
         settings["reducer"] = exchange.describe()
-        self._optimizer, self._noise_scale = optimizer, noise_scale
+        self._optimizer = optimizer
         if loss_scaler is not None:
             require_scale(loss_scaler.scale_value)
         length.share(exchange.inside)
-        stages = stages_of(loss_scaler, on_nonfinite, noise_scale, stages, self)
+        stages = stages_of(loss_scaler, on_nonfinite, stages, self)
         self.window = window = Window(optimizer, length, stages, exchange, reduction, clip_norm)
         name_state(optimizer, window.prefix)
         self.boundary = Boundary(window, settings, max_skips)
@@ -296,11 +291,6 @@ class Accumulator(Uncopied):
     def optimizer(self) -> nn.Optimizer:
         """Return it as given."""
         return self._optimizer
-
-    @property
-    def noise_scale(self) -> Optional[Stage]:
-        """Return it as given."""
-        return self._noise_scale
 
     @property
     def loss_scaler(self) -> Optional[amp.LossScaler]:

@@ -246,8 +246,8 @@ def checked_nonfinite(on_nonfinite: object, scaler: object, max_skips: object) -
     return whole_number("max_skips", max_skips, "it is the most skips in a row", minimum=0)
 
 
-def stages_of(scaler: Optional[amp.LossScaler], on_nonfinite: str, noise_scale: Optional[Stage],
-              others: tuple[Stage, ...], owner: object) -> tuple[Stage, ...]:
+def stages_of(scaler: Optional[amp.LossScaler], on_nonfinite: str, others: tuple[Stage, ...],
+              owner: object) -> tuple[Stage, ...]:
     """Return the stages of an accumulator, in the order in which gradients pass them."""
     scaling: tuple[Stage, ...] = ()
     if scaler is not None:
@@ -258,7 +258,7 @@ def stages_of(scaler: Optional[amp.LossScaler], on_nonfinite: str, noise_scale: 
         skipping = (SkipMicrobatch(),)
     elif on_nonfinite == "skip_window" or scaler is not None:
         skipping = (SkipWindow(),)
-    return (*scaling, *skipping, *(() if noise_scale is None else (noise_scale,)), *others)
+    return (*scaling, *skipping, *others)
 
 
 def require_slices_suffice(stages: tuple[Stage, ...]) -> None:
@@ -270,10 +270,8 @@ def require_slices_suffice(stages: tuple[Stage, ...]) -> None:
                              "= True, or give zero=0")
 
 
-def checked_stages(stages: object, noise_scale: object) -> tuple[Stage, ...]:
-    """Return `stages` as a tuple. Raise TypeError if one of them, or `noise_scale`, is not a stage."""
-    if noise_scale is not None:
-        instance_of("noise_scale", noise_scale, Stage, "a GradientNoiseScale, or None")
+def checked_stages(stages: object) -> tuple[Stage, ...]:
+    """Return `stages` as a tuple. Raise TypeError if one of them is not a stage."""
     given = instance_of("stages", stages, (tuple, list), "a tuple of stages")
     return tuple(instance_of(f"stages[{i}]", stage, Stage, "a ms_accum.core.stages.Stage")
                  for i, stage in enumerate(given))

@@ -245,7 +245,7 @@ class WindowLog(Callback):
     the weighted mean over the window's microbatches; `weight`, the sum of their weights; `learning_rate`, if it is
     known, that of this window's update (`optimizer.get_lr()` is that of the next update; with groups, `learning_rate_0`
     and so on; NaN before the first update); `grad_norm`, before clipping (NaN without `clip_norm`); `skipped` and
-    `seen`, totals so far (see `Accumulator`); with a loss scaler `loss_scale`; and with a noise scale `noise_scale`.
+    `seen`, totals so far (see `Accumulator`); and with a loss scaler `loss_scale`.
 
     A dropped window has a row, too: `skipped` grows and `update_step` does not. For a window that was open when the
     training began, the loss is the mean over the microbatches that the log has seen, also before a checkpoint that was
@@ -505,7 +505,6 @@ class WindowLog(Callback):
         """Return the row of this rank's window. `of_others` windows of other ranks were closed after it."""
         accumulator, status = self._accumulator, self._accumulator.status()
         exchange, scaler = accumulator.exchange, accumulator.loss_scaler
-        noise_scale: Any = accumulator.noise_scale  # a GradientNoiseScale
         row = {"epoch": self._place[0], "microbatch": self._place[1],
                "update_step": status.update_step - of_others, "loss": _mean(self._losses),
                "weight": status.window_weight, **_rates_of_last_update(accumulator), "grad_norm": status.grad_norm,
@@ -516,8 +515,6 @@ class WindowLog(Callback):
         row.update(seconds=seconds, weight_per_second=row["weight"] / (seconds or nan))
         if scaler is not None:
             row["loss_scale"] = float(scaler.scale_value)
-        if noise_scale is not None:
-            row["noise_scale"] = noise_scale.scale()
         return row
 
 

@@ -66,7 +66,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         has_weight: Whether the network returns `(loss, weight)`; see `make_train_step`.
         loss_reduction: "sum" if the network returns a sum; see `make_train_step`.
         **options: Options of `Accumulator`, which require an optimizer: `clip_norm`, `loss_scaler`, `on_nonfinite`,
-            `max_skips`, `reducer`, `noise_scale`, `stages` and `buffer_dtype`.
+            `max_skips`, `reducer`, `stages` and `buffer_dtype`.
 
     Inputs:
         The microbatch: Tensors, as for `make_train_step`.

@@ -97,7 +97,7 @@ def make_grad_cache_step(
     window = accumulator.window
     window.exchange.require_alike({"the kind of step": "make_grad_cache_step", "pieces": pieces})
     if window.exchange.inside > 1 or window.looks_at_gradients:
-        raise ValueError('the accumulator looks at single pieces (noise_scale, "skip_microbatch", or sync="microbatch" '
+        raise ValueError('the accumulator looks at single pieces (stages, "skip_microbatch", or sync="microbatch" '
                          'or "node"), but here the gradient of a piece is not an estimate of that of the batch; give '
                          '"skip_window" or sync="window"')
 

@@ -23,7 +23,7 @@ def windows_of(sizes, number, seed=0):
 
 def build(accumulate_step=4, clip_norm=None, decay=1, **options):
     return Accumulator(nn.SGD([Position().point], 1e-30), accumulate_step, clip_norm, reduction="mean",
-                       noise_scale=GradientNoiseScale(decay), **options)
+                       stages=(GradientNoiseScale(decay),), **options)
 
 
 def gradient_of(x):
@@ -76,7 +76,7 @@ def test_a_run_of_ragged_microbatches_in_pieces_is_measured():
     data = noisy([(4, 16)[i % 3 == 1] for i in range(24)], 30)
     data[4][0, 0] = np.nan
     acc = Accumulator(nn.SGD([network.point], rate), {0: 1, 2: 3}, reduction="mean", on_nonfinite="skip_microbatch",
-                      noise_scale=GradientNoiseScale(decay))
+                      stages=(GradientNoiseScale(decay),))
     step = make_train_step(network, acc, pieces=pieces)
     ends = [1, 2, 5, 7, 10, 11, 14, 17, 20, 23, 24]  # of the windows; early are the fourth and the last
     dropped, point, windows, sizes = 11, np.zeros(FEATURES), [], np.zeros(2)
@@ -126,7 +126,7 @@ def test_resets_a_constant_weight_of_zero_and_a_gradient_lost_in_noise():
 
 
 def accumulator_with(noise_scale):
-    return Accumulator(nn.SGD([Parameter(Tensor([1.0]), name="w")], 0.1), 2, reduction="mean", noise_scale=noise_scale)
+    return Accumulator(nn.SGD([Parameter(Tensor([1.0]), name="w")], 0.1), 2, reduction="mean", stages=(noise_scale,))
 
 
 def test_it_belongs_to_one_accumulator_and_bad_arguments_are_refused():

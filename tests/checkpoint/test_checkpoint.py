@@ -69,7 +69,7 @@ def test_training_goes_on_bit_identically():
     test_differential.py.
     """
     def make():
-        return build(accumulate_step={0: 2, 2: 3}, noise_scale=GradientNoiseScale())
+        return build(accumulate_step={0: 2, 2: 3}, stages=(GradientNoiseScale(),))
 
     network, acc, train_step = make()
     extra, saved = {"epoch": 3, "position": [1, 2.5, None], "seed": "x", "nan": float("inf")}, {}

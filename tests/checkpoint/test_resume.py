@@ -366,9 +366,9 @@ SETTINGS = {
     "another scale": ({"loss_scaler": scaler}, {"loss_scaler": lambda: scaler(64)}, "loss_scaler DynamicLossScaler("),
     "another factor": ({"loss_scaler": scaler}, {"loss_scaler": lambda: scaler(factor=4)}, "loss_scaler Dynami"),
     "no scaler": ({"loss_scaler": scaler}, {}, "loss_scaler DynamicLossScaler(scale_value=256.0, "),
-    "noise_scale": ({}, {"noise_scale": GradientNoiseScale}, "noise_scale None -> GradientNoiseScale(decay=0.99), ac"),
+    "stages": ({}, {"stages": lambda: (GradientNoiseScale(),)}, "stages none -> GradientNoiseScale, ac"),
     "buffer_dtype": ({}, {"buffer_dtype": ms.float64}, "buffer_dtype Float32 -> Float64"),
-    "no noise_scale": ({"noise_scale": GradientNoiseScale}, {}, "noise_scale GradientNoiseScale(decay=0.99) -> None"),
+    "no stages": ({"stages": lambda: (GradientNoiseScale(),)}, {}, "stages GradientNoiseScale -> none"),
 }
 
 

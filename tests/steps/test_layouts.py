@@ -49,7 +49,7 @@ JUDGED = step_of(with_two, 2, has_aux=True, pieces=4, weight_fn=counted, on_nonf
                  loss_scaler=amp.DynamicLossScaler(2.0**8, 2, 2))
 WHOLE = step_of(mean_loss, {0: 1, 1: 2}, clip_norm=1.0)
 SKIPPED = step_of(mean_loss, {0: 1, 1: 2}, on_nonfinite="skip_microbatch")
-BUDGET = step_of(mean_loss, until_weight(12), weight_fn=counted, noise_scale=GradientNoiseScale())
+BUDGET = step_of(mean_loss, until_weight(12), weight_fn=counted, stages=(GradientNoiseScale(),))
 FAST = [(WHOLE, {"add", "update", "close_with_update"})]
 OTHERS = [(JUDGED, {"Piece", "End", "counts_and_verdict", "close_with_update", "close_without_update"}),
           (cached, {"encode", "first", "backward", "end_and_count", "close_with_update"}),

@@ -357,7 +357,7 @@ def noise(rank, sync):
     """What is measured in windows of 3 microbatches."""
     network, noise_scale = Position("measured"), GradientNoiseScale(NOISE_DECAY)
     optimizer = nn.SGD(parameters_for([network.point], sync), NOISE_RATE)
-    acc = Accumulator(optimizer, 3, reduction="mean", reducer=REDUCERS[sync], noise_scale=noise_scale)
+    acc = Accumulator(optimizer, 3, reduction="mean", reducer=REDUCERS[sync], stages=(noise_scale,))
     for _ in make_train_step(network, acc).epoch((Tensor(x),) for x in noisy_data(rank, get_group_size())):
         pass
     measured = [noise_scale.noise, noise_scale.gradient_squared, noise_scale.microbatch_weight]
@@ -508,8 +508,8 @@ def refusals(rank):
         started = said_by(make, sync="node")
     one, skip = rank == 1, "skip_window"
     own = nn.CosineDecayLR(0.01, 0.1, 20 - 8 * rank)  # from this rank's number of batches
-    alike = {"options": {"momentum": 0.9}, "stages": (Clamp(1.0),), "loss_scaler": amp.DynamicLossScaler(2, 2, 5),
-             "noise_scale": GradientNoiseScale(), "groups": 1,
+    alike = {"options": {"momentum": 0.9}, "stages": (GradientNoiseScale(), Clamp(1.0)),
+             "loss_scaler": amp.DynamicLossScaler(2, 2, 5), "groups": 1,
              "rate": nn.CosineDecayLR(0.01, 0.1, 20)}
     return {
         "alone": alone, "started": started,

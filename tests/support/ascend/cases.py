@@ -415,7 +415,7 @@ CASES = {
     "token_sums_in_pieces": partial(train, weight_fn=tokens, loss_reduction="sum", pieces=3),
     "cell_of_sums": partial(driven, "cell-graph", weight_fn=tokens, loss_reduction="sum"),
     **{f"skip_{what}": partial(train, on_nonfinite=f"skip_{what}") for what in ("window", "microbatch")},
-    "noise_scale": lambda: train(noise_scale=GradientNoiseScale()),
+    "noise_scale": lambda: train(stages=(GradientNoiseScale(),)),
     "loss_scaler": lambda: train(ms.float16, loss_scaler=amp.DynamicLossScaler(2**10, 2, 100)),
     "sgd_in_bfloat16": partial(train, optimizer=lambda parameters: nn.SGD(parameters, 1e-3), layers=1),
     **{f"amp_{level}": partial(amp_level, level) for level in ("O1", "O2", "O3", "auto")},

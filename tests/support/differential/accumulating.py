@@ -63,8 +63,8 @@ class Accumulating:
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
         self.accumulator = Accumulator(
             self.optimizer, case.schedule, case.clip_norm, reduction=case.reduction, on_nonfinite=case.on_nonfinite,
-            buffer_dtype=getattr(ms, case.buffer_dtype or "", None), noise_scale=self.noise_scale,
-            loss_scaler=self.scaler, **options)
+            buffer_dtype=getattr(ms, case.buffer_dtype or "", None),
+            stages=() if self.noise_scale is None else (self.noise_scale,), loss_scaler=self.scaler, **options)
         self.driver = Driver(
             case.driver, self.accumulator, self._forward(), weight_fns_of(case), sink=bool(case.seed % 2),
             divisor=float(case.accumulate_step) if case.reduction == "sum" else 1.0,

@@ -303,7 +303,7 @@ CONTESTANTS = {name: partial(MindSpore, way) for name, way in {
     "ms_accum-sums": partial(ms_accum_weights, is_sum=True),
     "ms_accum-weights": partial(ms_accum_weights, is_sum=False),
     "ms_accum-budget": ms_accum_budget,
-    "ms_accum-noise-scale": lambda start: ms_accum(start, noise_scale=GradientNoiseScale()),
+    "ms_accum-noise-scale": lambda start: ms_accum(start, stages=(GradientNoiseScale(),)),
     "ms_accum-clip": partial(ms_accum, clip_norm=1e9),
     "ms_accum-skip-window": partial(ms_accum, on_nonfinite="skip_window"),
     "ms_accum-skip-microbatch": partial(ms_accum, on_nonfinite="skip_microbatch"),
