@@ -670,9 +670,9 @@ class Boundary:
         if eager != self.eager:
             self.eager, self._graphs = eager, {}
 
-    def compiled(self, function: Callable, inputs: Optional[Callable] = None) -> Callable:
+    def compiled(self, function: Callable) -> Callable:
         """Return `function` as a graph of its own; op by op, the function itself."""
-        return function if self.eager else compiled(function, inputs)
+        return function if self.eager else compiled(function)
 
     def straight(self, function: Callable, inputs: Optional[Callable] = None) -> Callable:
         """Return `function` as a graph without control flow; see `straight`. Op by op, the function itself."""
