@@ -72,9 +72,6 @@ class GradientNoiseScale(Stage):
         self._counts = state_parameter("noise_scale.counts", (2,), ms.int32)  # windows measured; since then, others
         self.run_state, self.groups = (self._totals, self._sizes, self._counts), 1
 
-    def __repr__(self) -> str:
-        return f"GradientNoiseScale(decay={self.decay:.9g})"
-
     @property
     def noise(self) -> float:
         """Return S, the variance of one sample's gradient, summed over all parameters; NaN before the first window."""

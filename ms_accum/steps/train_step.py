@@ -583,7 +583,7 @@ def make_train_step(
             them. Needed only if `forward_fn` is no Cell and does not name them itself: in a closure, as a global, as a
             default, or as an attribute of its `self`.
         **options: Options of `Accumulator`, which require an optimizer: `clip_norm`, `buffer_dtype`, `on_nonfinite`,
-            `max_skips`, `reducer`, `noise_scale`, `stages` and `loss_scaler`.
+            `max_skips`, `reducer`, `stages` and `loss_scaler`.
 
     Returns:
         A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is a float32 Tensor of shape `()`: the
