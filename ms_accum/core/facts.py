@@ -20,7 +20,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from ..distributed.zero import whole_of
 from ..mindspore_api import is_a
 from ..tensors import as_array
-from .optimizers import divided_state, other_state_of, rates_of
+from .optimizers import divided_state, numbers_of, rates_of
 from .stages import Stage
 
 # Schedules are compared by their values after so many updates: 0, 1, 2, 3, 4, 6, 8, 12, ... 2**16.
@@ -81,7 +81,7 @@ def given_to(optimizer: Any) -> dict[str, dict[str, str]]:
     for name, places in given.items():  # `nn.AdamWeightDecay` holds its betas in attributes alone
         if f"init_args[{name}]" in places and name != "weight_decay":
             places.pop(name, None)
-    own = {name: {name: str(held)} for name, held in other_state_of(optimizer).items() if not isinstance(held, Tensor)}
+    own = {name: {name: str(held)} for name, held in numbers_of(optimizer).items()}
     return own | given | {name: {name: text} for name, text in rate_texts(optimizer).items()}
 
 

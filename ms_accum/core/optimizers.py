@@ -109,26 +109,17 @@ def state_of(optimizer: object) -> list[tuple[str, Parameter]]:
 
 def _placed_state(optimizer: object) -> list[tuple[str, Parameter]]:
     """Return the state with its places. An optimizer that is not a Cell holds it in its attributes."""
-    return [(place, held) for place, held in _inside(*_holder_and_network(optimizer)) if isinstance(held, Parameter)]
-
-
-def _holder_and_network(optimizer: object) -> tuple[object, set[int]]:
-    """Return what holds the state of an optimizer, and what is none, by `id`: the trained parameters."""
     holder = optimizer if isinstance(optimizer, nn.Cell) else dict(getattr(optimizer, "__dict__", {}))
-    return holder, {id(p) for p in getattr(optimizer, "parameters", ())}
+    trained = {id(p) for p in getattr(optimizer, "parameters", ())}
+    return [(place, held) for place, held in _inside(holder, trained) if isinstance(held, Parameter)]
 
 
-def other_state_of(optimizer: object) -> dict[str, Any]:
-    """Return what a user's own optimizer holds that is no Parameter, by place: Tensors, and numbers as attributes.
-
-    Op by op, its updates may put others there, e.g. moments by name in a dict. A checkpoint does not hold them.
-    """
+def numbers_of(optimizer: object) -> dict[str, Union[int, float]]:
+    """Return the numbers that a user's own optimizer holds as attributes."""
     if type(optimizer).__module__.startswith("mindspore."):
         return {}
     attributes = getattr(optimizer, "__dict__", {})
-    found = {name: held for name, held in attributes.items() if type(held) in (int, float) and name[0] != "_"}
-    return found | {place: held for place, held in _inside(*_holder_and_network(optimizer))
-                    if isinstance(held, Tensor) and not isinstance(held, Parameter)}
+    return {name: held for name, held in attributes.items() if type(held) in (int, float) and name[0] != "_"}
 
 
 def rates_of(optimizer: object) -> dict[str, Parameter]:
