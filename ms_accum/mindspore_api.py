@@ -9,7 +9,9 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from os import environ
+from types import SimpleNamespace
 from typing import Any, NoReturn
 from warnings import warn
 
@@ -18,15 +20,6 @@ from mindspore import ops
 
 NEWEST = (2, 10)  # the newest MindSpore on which all tests were run
 
-# Marks classes that graphs may use. Without it, they get the mark that graph mode looks for up to 2.10. Where it looks
-# for none, they are objects like any other: with these, 2.10 makes the same updates, and 2.7 may raise an error.
-try:
-    from mindspore import jit_class
-except ImportError:
-    def jit_class(cls: Any) -> Any:
-        """Mark a class."""
-        cls.__ms_class__ = True
-        return cls
 
 # Tells what runs op by op from what is compiled. Without it, a `constexpr` does, which gets None for a number that a
 # graph computes; op by op, it waits for the device.
@@ -162,8 +155,8 @@ def add_hook(parameter: Any, function: Callable) -> Any:
 
 
 def is_read_to_be_counted(dataset: Any) -> bool:
-    """Return whether MindSpore would read a whole dataset to say its length. Without these names, it does."""
-    return (isinstance(dataset, (FilterDataset, BucketBatchByLengthDataset)) or getattr(dataset, "source_len", 0) == -1
+    """Return whether MindSpore would read a whole dataset to say its length."""
+    return (is_a(dataset, "FilterDataset", "BucketBatchByLengthDataset") or getattr(dataset, "source_len", 0) == -1
             or any(map(is_read_to_be_counted, getattr(dataset, "children", ()))))
 
 

@@ -33,10 +33,7 @@ _map, _map_backwards, _partial = ops.HyperMap(), ops.HyperMap(None, True), ops.P
 
 
 def state_parameter(name: str, shape: tuple[int, ...], dtype: ms.Type, value: float = 0) -> Parameter:
-    """Return a Parameter that is state and not trained, filled with `value`.
-
-    A scalar has its value at once; in semi-auto parallel mode, MindSpore would set it only when a graph is compiled.
-    """
+    """Return a Parameter that is state and not trained, filled with `value`."""
     data = initializer(value, shape, dtype) if shape else Tensor(value, dtype)
     return Parameter(data, name=name, requires_grad=False)
 

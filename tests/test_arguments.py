@@ -28,12 +28,10 @@ ACCEPTED = {
     (Accumulator, "reduction"): set(),
     (Accumulator, "buffer_dtype"): {"None", "dtype"},
     (Accumulator, "on_nonfinite"): set(),
-    (Accumulator, "max_skips"): WHOLE | {"None", "0", "2**31", "10**400"},
+    (Accumulator, "max_skips"): WHOLE | {"0", "2**31", "10**400"},
     (Accumulator, "reducer"): {"None"},
-    (Accumulator, "noise_scale"): {"None"},
     (Accumulator, "stages"): {"list"},
     (Accumulator, "loss_scaler"): {"None"},
-    (Accumulator, "after_update"): {"None", "class", "function"},
     (make_train_step, "forward_fn"): {"class", "function"},
     (make_train_step, "optimizer"): set(),
     (make_train_step, "pieces"): WHOLE | {"2**31", "10**400"},
@@ -51,8 +49,6 @@ def refusal(function, **changed):
     """What `function` says when it refuses an argument beside others that fit, None if it takes it."""
     optimizer = nn.SGD([Parameter(Tensor(np.zeros(3), ms.float32), name="w")], 0.1)
     fitting = {"optimizer": optimizer, "accumulate_step": 2}
-    if "max_skips" in changed:
-        fitting["on_nonfinite"] = "skip_window"
     if function is make_train_step:
         fitting["forward_fn"] = nn.CrossEntropyLoss()
     elif function is Accumulator:

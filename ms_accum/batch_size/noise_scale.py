@@ -26,7 +26,7 @@ class GradientNoiseScale(Stage):
         G^2 = |g|^2 - S / W
         scale() = mean of S / mean of G^2                 # means over windows, each of which counts k - 1 times
 
-    Pass it as `Accumulator(noise_scale=...)`, and call `scale()` after some windows. S is the variance of one sample's
+    Pass it as `stages=(noise_scale,)`, and call `scale()` after some windows. S is the variance of one sample's
     gradient, summed over all parameters, and G^2 is the squared norm of the true gradient. If microbatch i holds w_i
     independent samples (shuffle the data), both estimates are unbiased for any weights: E(spread) = W G^2 + k S and
     E|g|^2 = G^2 + S / W. Their ratio, the *simple noise scale*, approximates the critical batch size: far below it,
@@ -35,7 +35,7 @@ class GradientNoiseScale(Stage):
 
     Here, a microbatch is what the accumulator adds at once: with `make_train_step(pieces=...)`, one piece. With several
     ranks, the microbatches of all ranks count. Skipped microbatches, those of weight 0, and windows of one microbatch
-    are ignored: a single microbatch cannot be compared.
+    are ignored: a single microbatch cannot be compared. It costs one norm per microbatch.
 
     Args:
         decay: Factor on all earlier windows in the means when a window closes, 0 < decay <= 1. With 1, the means are
@@ -51,7 +51,7 @@ class GradientNoiseScale(Stage):
         >>> from ms_accum.batch_size import GradientNoiseScale
         >>> weight = Parameter(Tensor([0.0, 0.0]), name="weight")
         >>> noise_scale = GradientNoiseScale()
-        >>> accumulator = Accumulator(nn.SGD([weight], 0.1), 2, reduction="mean", noise_scale=noise_scale)
+        >>> accumulator = Accumulator(nn.SGD([weight], 0.1), 2, reduction="mean", stages=(noise_scale,))
         >>> for gradient in ([3.0, 1.0], [3.0, -1.0]):
         ...     closed = accumulator((Tensor(gradient),), weight=4)
         >>> print(noise_scale.noise, noise_scale.gradient_squared, noise_scale.scale())
@@ -71,9 +71,6 @@ class GradientNoiseScale(Stage):
         self._sizes = state_parameter("noise_scale.sizes", (2,), ms.float32)  # weight, and microbatches of one rank
         self._counts = state_parameter("noise_scale.counts", (2,), ms.int32)  # windows measured; since then, others
         self.run_state, self.groups = (self._totals, self._sizes, self._counts), 1
-
-    def __repr__(self) -> str:
-        return f"GradientNoiseScale(decay={self.decay:.9g})"
 
     @property
     def noise(self) -> float:

@@ -27,10 +27,10 @@ def require_measurable(make_step: MakeStep, batch_size: int, device_target: str)
     if batch_size == 1:
         raise ValueError("the batch has 1 sample, expected at least 2; the noise scale compares parts of a batch")
     try:
-        inspect.signature(make_step).bind(1, accumulate_step=1, noise_scale=None)
+        inspect.signature(make_step).bind(1, accumulate_step=1, stages=())
     except (TypeError, ValueError) as error:
         raise ValueError(f"the noise scale cannot be measured: {error}; write `def make_step(microbatch, "
-                         "accumulate_step=None, noise_scale=None)`, and give both to make_train_step or Accumulator"
+                         "accumulate_step=None, stages=())`, and give both to make_train_step or Accumulator"
                          ) from error
 
 
@@ -38,7 +38,7 @@ def measure_noise(make_step: MakeStep, plan: Plan, windows: int, device_target: 
                   timeout: Optional[float] = None) -> float:
     """Measure the noise scale in samples over windows of the planned batch, while the network trains in a new process.
 
-    The step of `make_step(microbatch, accumulate_step=..., noise_scale=...)` trains on one microbatch of shuffled data,
+    The step of `make_step(microbatch, accumulate_step=..., stages=...)` trains on one microbatch of shuffled data,
     and must not run out of data. Microbatches have half the planned size, because a window of one microbatch cannot be
     compared, and norms need memory. The result is infinity if noise hides the gradient, and NaN if no window was
     finite.
@@ -57,13 +57,13 @@ def measure_noise(make_step: MakeStep, plan: Plan, windows: int, device_target: 
 def noise_of(make_step: bytes, device_target: str, microbatch: int, accumulate_step: int, windows: int) -> float:
     """Return the noise scale in samples. Raise ValueError if the number of closed windows is wrong."""
     noise_scale = GradientNoiseScale(decay=1)
-    step, _ = made_step(make_step, device_target, microbatch, accumulate_step=accumulate_step, noise_scale=noise_scale)
+    step, _ = made_step(make_step, device_target, microbatch, accumulate_step=accumulate_step, stages=(noise_scale,))
     for _ in range(windows * accumulate_step):
         step()
     closed = noise_scale.windows[0]
     if not windows / 2 <= closed <= windows:  # a loss scaler may have dropped some
         raise ValueError(f"{closed} windows were measured in {windows} * {accumulate_step} microbatches, expected "
-                         f"{windows}; let make_step give accumulate_step and noise_scale to make_train_step or "
+                         f"{windows}; let make_step give accumulate_step and stages to make_train_step or "
                          "Accumulator")
     return noise_scale.scale() * microbatch / noise_scale.microbatch_weight  # the unit of weights need not be samples
 

@@ -43,15 +43,15 @@ _COUPLING = ("couples samples: its output for one sample depends on the others i
 _NO_MEAN = ("no weighted mean: the gradient of the batch is not a weighted mean of the gradients of the pieces; the "
             "loss is a sum of means with different denominators, or it couples samples, as contrastive, load-balancing "
             "and batch Dice losses do",
-            "return the means as a tuple, with losses=2 and two weights from weight_fn; if it couples samples, use "
-            "make_grad_cache_step, whose encode_fn returns values for each sample, and whose loss_fn compares them")
+            'give each mean a factor, as under "Two losses" on the guide\'s page "Language models"; if it couples '
+            "samples, use make_grad_cache_step, whose encode_fn returns values for each sample, and whose loss_fn "
+            "compares them")
 _NONLINEAR = ("nonlinear backward pass: a part of the gradient does not grow with the loss, because a bprop clips it, "
               "or because a bprop adds it")
-_SEVERAL = "; the weights of several losses multiply them before the backward pass"
 _CLIP_OR_ADD = (
     "for a clip, clip relative to the norm of each sample's gradient, or the accumulated gradient with clip_norm=; for "
-    "what is added, add its loss to the one that forward_fn returns (with losses=, return the loss of that part as one "
-    "more loss), or, with a loss scaler, let the bprop multiply it by accumulator.scaled(Tensor(1.0))")
+    "what is added, add its loss to the one that forward_fn returns, or, with a loss scaler, let the bprop multiply it "
+    "by accumulator.scaled(Tensor(1.0))")
 _MEAN = ('wrong normalisation: the loss is a mean, expected a sum because of loss_reduction="sum"',
          "return the sum, or leave loss_reduction out")
 _WEIGHT = ("let weight_fn return the denominator of the mean in the loss, e.g. (labels != -100).sum() for unmasked "
@@ -188,6 +188,5 @@ def _nonlinear_backward(division: Division, comparison: Comparison, called: list
     other = division.gradients(division.batch, times=scale)
     if (division.norms(other - comparison.whole) <= comparison.explained).all():
         return []
-    cause = (_NONLINEAR + (_SEVERAL if division.several else ""), _CLIP_OR_ADD)
     own = [cell for cell in called if cell.has_bprop]
-    return in_layers(division, own, *cause) or in_loss(division, *cause)
+    return in_layers(division, own, _NONLINEAR, _CLIP_OR_ADD) or in_loss(division, _NONLINEAR, _CLIP_OR_ADD)

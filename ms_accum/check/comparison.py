@@ -15,7 +15,6 @@ weight. With a probability of 0.9993, rounding explains a difference up to this 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
 import mindspore as ms
@@ -55,17 +54,15 @@ class Division:
     Attributes:
         loss_scale: The factor on the loss before the backward pass.
         is_sum: Whether the loss should be a sum, so that `forward_fn` divides it by the weight.
-        several: Whether the loss is one of several losses, which are multiplied by their weights before the backward
-            pass.
         roundoff: Unit roundoff of the coarsest dtype among parameters, outputs of layers and the loss.
         eps: Relative error of a sum.
     """
 
     def __init__(self, forward_fn: Callable, network: nn.Cell, layers: Layers, batch: tuple, pieces: int,
-                 weight_fn: Optional[Callable], batch_axis: int = 0, loss_scale: float = 1.0, is_sum: bool = False,
-                 several: bool = False) -> None:
+                 weight_fn: Optional[Callable], batch_axis: int = 0, loss_scale: float = 1.0,
+                 is_sum: bool = False) -> None:
         self.forward_fn, self.weight_fn, self.layers, self.batch = forward_fn, weight_fn, layers, batch
-        self.loss_scale, self.is_sum, self.several = loss_scale, is_sum, several
+        self.loss_scale, self.is_sum = loss_scale, is_sum
         self.parameters = network.trainable_params()
         self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]
         self._ends = np.cumsum([p.size for p in self.parameters])
@@ -82,8 +79,7 @@ class Division:
         # A piece of each size: after an error in a gradient, MindSpore may not compile again.
         runs += [self._on_piece(place, self.run) for place in (0, len(self.pieces) - 1)]
         if isinstance(runs[0][0], (tuple, list)):
-            raise TypeError(f"forward_fn returned {len(runs[0][0])} values, expected the loss alone; return no aux, or "
-                            "give losses= their number (in a shell: --losses) if these are losses")
+            raise TypeError(f"forward_fn returned {len(runs[0][0])} values, expected the loss alone; return no aux")
         tensors = [checked_loss(loss, "forward_fn") for loss, _ in runs]
         tensors += [t for _, calls in runs for _, outputs in calls.values() for t in outputs]
         casts = any(map(casts_inside, (forward_fn, *layers.names)))  # to bfloat16, or to what is finer
@@ -144,9 +140,7 @@ class Division:
         whole = self._undivided()
         total, magnitudes, sketches = np.zeros(whole.shape), np.zeros(len(self.parameters)), [self._sketch(whole)]
         for place, share in enumerate(self.shares):
-            # Several losses are multiplied by their share of the window, in units of one piece.
-            times = float(share) * len(self.pieces) if self.several and share > 0 else 1.0
-            gradients = self._on_piece(place, partial(self.gradients, times=times), restored or place == 0)
+            gradients = self._on_piece(place, self.gradients, restored or place == 0)
             sketches.append(self._sketch(gradients))
             if share > 0:  # a train step ignores a piece of weight 0, even if it is NaN
                 magnitudes += share * self.norms(gradients)

@@ -23,7 +23,6 @@ from ..steps.batch import (
     parted,
     positional,
 )
-from ..steps.several_losses import require_entries
 from ..steps.train_mode import evaluating
 from ..steps.train_step import require_one_weight_source
 from ..tensors import as_tensor, as_weight
@@ -58,7 +57,6 @@ class Report:
         causes: Why the gradients differ or cannot be compared. Random layers that were switched off are also listed.
         samples, pieces: Number of samples in the batch, and of the pieces that it was cut into.
         notes: How the gradients were compared, if not as usual: in a float32 copy.
-        losses: With several losses, the report of each; the attributes above are then those of the worst one.
         in_evaluation: Whether the network is in evaluation mode and has layers that depend on the mode.
     """
 
@@ -70,7 +68,6 @@ class Report:
     samples: int
     pieces: int
     notes: tuple[str, ...] = ()
-    losses: tuple[Report, ...] = ()
     in_evaluation: bool = False
 
     @property
@@ -81,8 +78,6 @@ class Report:
                 f"pieces){mode}.")
 
     def __str__(self) -> str:
-        if self.losses:
-            return "\n".join([self.verdict, *(f"loss {i}: {report}" for i, report in enumerate(self.losses, 1))])
         figures, most = self.per_parameter, self.max_relative_difference
         # With a sum loss, all are almost equal, and rounding would choose a different one each time: use the first.
         worst = next(name for name, difference in figures.items() if not difference < 0.999 * most)
@@ -115,7 +110,6 @@ def check_equivalence(
     weight_fn: Optional[Callable] = None,
     has_weight: bool = False,
     loss_reduction: str = "mean",
-    losses: int = 1,
     loss_scaler: Optional[amp.LossScaler] = None,
 ) -> Report:
     """Check whether accumulation is exact for a network, and name the causes and remedies if it is not.
@@ -139,8 +133,6 @@ def check_equivalence(
         has_weight: Whether `forward_fn` returns `(loss, weight)`, as for `make_train_step`.
         loss_reduction: "sum" if `forward_fn` returns a sum, as for `make_train_step`. The check then compares the
             gradients of the sum divided by the weight.
-        losses: Number of losses that `forward_fn` returns, as for `make_train_step`. Each is checked separately, and
-            multiplied by its weight before the backward pass, as in the train step.
         loss_scaler: As for `make_train_step`. The accumulated gradients are then those of the scaled loss, divided by
             the scale; they must equal the gradients of the undivided batch without a scale.
 
@@ -153,8 +145,8 @@ def check_equivalence(
 
     Raises:
         TypeError: If an argument is of the wrong kind, or `forward_fn` does not return a float Tensor.
-        ValueError: If `has_weight` is given with a `weight_fn` or several losses. If there is nothing to compare: only
-            one piece or one sample, no trainable parameter, or a loss that does not depend on the parameters.
+        ValueError: If `has_weight` is given with a `weight_fn`. If there is nothing to compare: only one piece or one
+            sample, no trainable parameter, or a loss that does not depend on the parameters.
 
     Source: the bound is that of Higham and Mary, 2019 (https://doi.org/10.1137/18M1226312).
 
@@ -172,7 +164,7 @@ def check_equivalence(
     """
     instance_of("forward_fn", forward_fn, Callable, "a function of the batch")
     instance_of("weight_fn", weight_fn, (Callable, type(None)), "a function of the batch")
-    require_one_weight_source(has_weight, weight_fn, "forward_fn", losses)
+    require_one_weight_source(has_weight, weight_fn, "forward_fn")
     if not instance_of("network", network, nn.Cell, "a mindspore.nn.Cell").trainable_params():
         raise ValueError("network has no trainable parameters, so there is no gradient to compare; set "
                          "requires_grad=True in the parameters to train")
@@ -185,45 +177,31 @@ def check_equivalence(
     if samples < 2:
         raise ValueError(f"the batch has {samples} sample{'s' * (samples != 1)}, expected at least 2, which can be cut")
     pieces = whole_number("pieces", pieces, "give the number of pieces to cut the batch into", minimum=2)
-    losses = whole_number("losses", losses, "it is the number of losses that forward_fn returns")
     one_of("loss_reduction", loss_reduction, REDUCTIONS)
     loss_scaler, loss_scale = checked_loss_scaler(loss_scaler), 1.0
     if loss_scaler is not None:
         require_scale(loss_scaler.scale_value)
         loss_scale = float(loss_scaler.scale_value)
-    divided, reports = partial(Division, network=network, pieces=pieces, batch_axis=batch_axis, loss_scale=loss_scale,
-                               is_sum=loss_reduction == "sum", several=losses > 1), []
-    for t in range(losses):
-        functions: dict[str, Any] = {name: function and _wrapped(name, function, batch, names, t, losses)
-                     for name, function in (("forward_fn", forward_fn), ("weight_fn", weight_fn))}
-        if has_weight:
-            functions = {name: _part_of(functions["forward_fn"], place) for name, place in
-                         (("forward_fn", 0), ("weight_fn", 1))}
-        if loss_reduction == "sum":
-            functions["forward_fn"] = _mean_of(**functions, batch_axis=batch_axis)
-        try:
-            reports.append(_checked(network, batch, partial(divided, **functions)))
-        except ValueError as error:
-            raise ValueError(f"loss {t + 1}: {error}" if losses > 1 else str(error)) from error
-    if losses == 1:
-        return reports[0]
-    worst = max(reports, key=lambda report: ((True, None, False).index(report.ok), report.max_relative_difference))
-    return replace(worst, causes=sum([report.causes for report in reports], ()), notes=(), losses=tuple(reports))
+    functions: dict[str, Any] = {name: function and _wrapped(name, function, batch, names)
+                                 for name, function in (("forward_fn", forward_fn), ("weight_fn", weight_fn))}
+    if has_weight:
+        functions = {name: _part_of(functions["forward_fn"], place) for name, place in
+                     (("forward_fn", 0), ("weight_fn", 1))}
+    if loss_reduction == "sum":
+        functions["forward_fn"] = _mean_of(**functions, batch_axis=batch_axis)
+    return _checked(network, batch, partial(Division, network=network, pieces=pieces, batch_axis=batch_axis,
+                                            loss_scale=loss_scale, is_sum=loss_reduction == "sum", **functions))
 
 
-def _wrapped(name: str, function: Callable, batch: tuple, names: tuple[str, ...], t: int, losses: int) -> Callable:
-    """Return a function of the whole batch for one of several losses, with the name and amp level of `function`."""
+def _wrapped(name: str, function: Callable, batch: tuple, names: tuple[str, ...]) -> Callable:
+    """Return a function of the whole batch, with the name and amp level of `function`."""
     called = positional(name, function, len(batch), names)
 
-    def one(*batch: Any) -> Any:
-        entries = called(*batch)
-        if losses == 1:
-            return entries
-        require_entries(f"what {name} returned", losses, len(entries) if isinstance(entries, tuple) else None)
-        return entries[t]
+    def wrapped(*batch: Any) -> Any:
+        return called(*batch)
 
-    wrapped = update_wrapper(one, function)
-    wrapped.__name__ = getattr(function, "__name__", type(function).__name__) + f", loss {t + 1}" * (losses > 1)
+    wrapped = update_wrapper(wrapped, function)
+    wrapped.__name__ = getattr(function, "__name__", type(function).__name__)
     return wrapped
 
 

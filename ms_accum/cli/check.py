@@ -7,7 +7,7 @@ from functools import partial
 
 from ..check.equivalence import check_equivalence
 from .files import write_json
-from .options import add_command, count, imported, number, output, reporting
+from .options import add_command, imported, number, output, reporting
 
 DESCRIPTION = """\
 Check whether accumulation is exact for a network. The command computes the gradient of a batch twice, undivided and
@@ -33,8 +33,6 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
     add("case", metavar="MODULE:FUNCTION", help="a function that returns forward_fn, network and batch")
     add("--pieces", type=partial(number, int, lambda n: n >= 2, "a whole number from 2"), default=4, metavar="K",
         help="number of pieces that the batch is cut into (default: %(default)s)")
-    add("--losses", type=count, default=1, metavar="N",
-        help="number of losses that forward_fn returns, each with its own weight (default: 1)")
     add("--has-weight", action="store_true", help="forward_fn returns (loss, weight)")
     add("--json", type=output(), metavar="FILE", help="write the report")
 
@@ -51,8 +49,7 @@ def run(options: argparse.Namespace) -> int:
     with reporting(options.case):
         forward_fn, network, batch, *weight_fn = case
         report = check_equivalence(forward_fn, network, batch, options.pieces,
-                                   weight_fn=weight_fn[0] if weight_fn else None, has_weight=options.has_weight,
-                                   losses=options.losses)
+                                   weight_fn=weight_fn[0] if weight_fn else None, has_weight=options.has_weight)
     print(report, flush=True)
     if options.json:
         write_json(options.json, {"case": options.case, "verdict": report.verdict, **asdict(report)})

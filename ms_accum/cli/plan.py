@@ -32,7 +32,7 @@ On a machine without an NPU (a login node, a laptop), --device ascend starts a d
 compiles the step and plans its memory, but runs nothing. This needs CANN, but no device, and measures no times. For a
 dry run, FUNCTION returns (step, train_step); the second is the train step, cell or Accumulator that it built.
 
-With --noise-scale, FUNCTION also takes accumulate_step= and noise_scale=, and passes them to make_train_step. A table
+With --noise-scale, FUNCTION also takes accumulate_step= and stages=, and passes them to make_train_step. A table
 compares windows of 1, 2, 4, ... microbatches. The last line names the largest window whose batch is within the noise
 scale. The noise scale is measured while FUNCTION's network trains on FUNCTION's data. It is small for a new network
 and grows while the loss falls, so FUNCTION may load a checkpoint. It only approximates the critical batch size, and

@@ -18,7 +18,7 @@ class Driver:
     """Drive an accumulator. A driver is a context manager, in which its calls are made.
 
     Args:
-        name: "hand", "backward" (by hand, with `Accumulator.backward`), "step" or "cell" (or "model", a cell); then how
+        name: "hand", "step" or "cell" (or "model", a cell); then how
             it runs: "-jit" or nothing, "-graph" (in graph mode) or "-pynative".
         accumulator: The accumulator that it drives.
         forward_fn: Function that returns the loss of a batch; a Cell for "cell".
@@ -31,7 +31,7 @@ class Driver:
                  weight_fns: Sequence[Optional[Callable]] = (None,), divisor: float = 1.0, **options: Any) -> None:
         self.kind, self.mode = name.split("-") if "-" in name else (name, "jit")
         self.accumulator, self.forward_fn, self.divisor, self.options = accumulator, forward_fn, divisor, options
-        self.weight_fns, self.calls, self.is_by_hand = weight_fns, 0, self.kind in ("hand", "backward")
+        self.weight_fns, self.calls, self.is_by_hand = weight_fns, 0, self.kind == "hand"
         self.build()
 
     def build(self) -> None:
@@ -77,7 +77,7 @@ class Driver:
 
     def _step(self, weight_fn: Optional[Callable]) -> Callable:
         if self.is_by_hand:
-            return self._as_it_runs(self._by_hand(weight_fn) if self.kind == "hand" else self._by_backward(weight_fn))
+            return self._as_it_runs(self._by_hand(weight_fn))
         if self.kind in ("cell", "model"):
             return TrainOneStepCell(self.forward_fn, self.accumulator, batch_axis=self.options.get("batch_axis", 0),
                                     weight_fn=weight_fn, has_weight=self.options.get("has_weight", False),
@@ -103,16 +103,5 @@ class Driver:
                 grads = tuple([g / divisor for g in grads])
             weight = batch[0].shape[0] if weight_fn is None else weight_fn(*batch)
             return ops.depend(loss, accumulator(grads, weight))
-
-        return train_step
-
-    def _by_backward(self, weight_fn: Optional[Callable]) -> Callable:
-        def train_step(*batch: Tensor) -> Any:
-            for arguments in self.accumulator.epoch([batch], resume=False):  # also after a load in mid-epoch
-                loss = self.forward_fn(*arguments)
-                weight = batch[0].shape[0] if weight_fn is None else weight_fn(*arguments)
-                self.accumulator.backward(loss if self.divisor == 1 else loss / self.divisor, weight)
-                break  # which leaves the window open
-            return loss
 
         return train_step

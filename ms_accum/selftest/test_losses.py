@@ -1,48 +1,17 @@
-"""Several losses, each with a weight of its own, and a contrastive loss with cached representations."""
+"""A contrastive loss with cached representations."""
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, ops
+from mindspore import Tensor
 
-from ms_accum import make_grad_cache_step, make_train_step
+from ms_accum import make_grad_cache_step
 
 from . import plain
-from .networks import MLP, Encoder, TargetLoss, contrastive_loss, targets
-from .training import rows, texts
-
-
-def two_losses(network: MLP) -> Callable:
-    """Return `(x, y, marked) -> losses`: `TargetLoss`, and the mean square of the logits of the marked samples."""
-    first, dtype = TargetLoss(network), network.first.weight.dtype
-
-    def forward_fn(x: Tensor, y: Tensor, marked: Tensor) -> tuple[Tensor, Tensor]:
-        squares = ops.square(network(x.astype(dtype)).astype(ms.float32)).mean((1, 2))
-        return first(x, y), (squares * marked).sum() / marked.sum()
-    return forward_fn
-
-
-def counts(x: Tensor, y: Tensor, marked: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the denominators of both losses."""
-    return targets(x, y), marked.sum()
-
-
-@rows(drivers=["train step"])
-def test_several_losses(dtype: str, holds: Callable) -> None:
-    """Some texts are marked, and their shares differ from those of the targets."""
-    plainly, network = (MLP(dtype=getattr(ms, dtype)) for _ in range(2))
-    marks = ([[1, 0, 0], [1, 1, 1]], [[1, 1, 1], [0, 1, 0]])
-    windows = [[(*text, np.asarray(marked, np.float32)) for text, marked in zip(texts((12, 2), seed), window)]
-               for seed, window in enumerate(marks)]
-    both = two_losses(plainly)
-    expected = plain.train(lambda *batch: sum(both(*batch)), plainly.trainable_params(), windows)
-    step = make_train_step(two_losses(network), plain.optimizer_of(network.trainable_params()), 2, losses=2,
-                           weight_fn=counts)
-    for _ in step.epoch(microbatch for window in windows for microbatch in window):
-        pass
-    holds(expected.off(network.trainable_params()))
+from .networks import MLP, Encoder, contrastive_loss
+from .training import rows
 
 
 @rows(drivers=["cached, 2 pieces"])

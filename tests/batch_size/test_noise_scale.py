@@ -23,7 +23,7 @@ def windows_of(sizes, number, seed=0):
 
 def build(accumulate_step=4, clip_norm=None, decay=1, **options):
     return Accumulator(nn.SGD([Position().point], 1e-30), accumulate_step, clip_norm, reduction="mean",
-                       noise_scale=GradientNoiseScale(decay), **options)
+                       stages=(GradientNoiseScale(decay),), **options)
 
 
 def gradient_of(x):
@@ -35,8 +35,12 @@ def estimates(windows, decay=1.0):
     return tuple(reference.noise_and_signal([[(gradient_of(x), len(x)) for x in window] for window in windows], decay))
 
 
+def scale_of(acc):
+    return acc.window.stages[-1]
+
+
 def found(acc):
-    return acc.noise_scale.noise, acc.noise_scale.gradient_squared
+    return scale_of(acc).noise, scale_of(acc).gradient_squared
 
 
 def rows():
@@ -76,7 +80,7 @@ def test_a_run_of_ragged_microbatches_in_pieces_is_measured():
     data = noisy([(4, 16)[i % 3 == 1] for i in range(24)], 30)
     data[4][0, 0] = np.nan
     acc = Accumulator(nn.SGD([network.point], rate), {0: 1, 2: 3}, reduction="mean", on_nonfinite="skip_microbatch",
-                      noise_scale=GradientNoiseScale(decay))
+                      stages=(GradientNoiseScale(decay),))
     step = make_train_step(network, acc, pieces=pieces)
     ends = [1, 2, 5, 7, 10, 11, 14, 17, 20, 23, 24]  # of the windows; early are the fourth and the last
     dropped, point, windows, sizes = 11, np.zeros(FEATURES), [], np.zeros(2)
@@ -95,7 +99,7 @@ def test_a_run_of_ragged_microbatches_in_pieces_is_measured():
         point = point - rate * sum(g * w for g, w in window) / weight
     assert (int(acc.update_step), int(acc.skipped)) == (len(windows), 1)
     assert found(acc) == pytest.approx(reference.noise_and_signal(windows, decay), rel=1e-4)
-    assert acc.noise_scale.microbatch_weight == pytest.approx(sizes[0] / sizes[1], rel=1e-5)
+    assert scale_of(acc).microbatch_weight == pytest.approx(sizes[0] / sizes[1], rel=1e-5)
     np.testing.assert_allclose(network.point.asnumpy(), point, atol=1e-6)
 
 
@@ -107,35 +111,34 @@ def test_resets_a_constant_weight_of_zero_and_a_gradient_lost_in_noise():
     for x in second:
         acc((Tensor(gradient_of(x), ms.float32),), float(len(x)))
     assert found(acc) == pytest.approx(estimates([second]), rel=1e-4)
-    assert acc.noise_scale.scale() == found(acc)[0] / found(acc)[1]
-    acc.noise_scale.reset()
-    assert isnan(acc.noise_scale.scale())
-    assert isnan(acc.noise_scale.microbatch_weight)
+    assert scale_of(acc).scale() == found(acc)[0] / found(acc)[1]
+    scale_of(acc).reset()
+    assert isnan(scale_of(acc).scale())
+    assert isnan(scale_of(acc).microbatch_weight)
     acc((Tensor(NAN[0]),), 0)
     for x in first[:3]:
         acc((Tensor(gradient_of(x), ms.float32),), float(len(x)))
     acc.flush()
     assert found(acc) == pytest.approx(estimates([first[:3]]), rel=1e-4)
-    acc.noise_scale.reset()
+    scale_of(acc).reset()
     for sign in (1, -1, 1, -1):
         for accumulator in (acc, one):
             accumulator((Tensor(np.full(FEATURES, sign), ms.float32),), 4.0)
-    assert acc.noise_scale.gradient_squared < 0
-    assert acc.noise_scale.scale() == inf
-    assert isnan(one.noise_scale.scale())
+    assert scale_of(acc).gradient_squared < 0
+    assert scale_of(acc).scale() == inf
+    assert isnan(scale_of(one).scale())
 
 
-def accumulator_with(noise_scale):
-    return Accumulator(nn.SGD([Parameter(Tensor([1.0]), name="w")], 0.1), 2, reduction="mean", noise_scale=noise_scale)
+def accumulator_with(*stages):
+    return Accumulator(nn.SGD([Parameter(Tensor([1.0]), name="w")], 0.1), 2, reduction="mean", stages=stages)
 
 
 def test_it_belongs_to_one_accumulator_and_bad_arguments_are_refused():
-    assert len(accumulator_with(GradientNoiseScale()).parameters) - len(accumulator_with(None).parameters) == 4
+    assert len(accumulator_with(GradientNoiseScale()).parameters) - len(accumulator_with().parameters) == 4
     taken = GradientNoiseScale(0.5)
-    assert accumulator_with(taken).boundary.settings["noise_scale"] == "GradientNoiseScale(decay=0.5)"
+    assert accumulator_with(taken).boundary.settings["stages"] == "GradientNoiseScale"
     for error, message, function, argument in (
             (ValueError, r"noise_scale belongs to another accumulator, .*; give each", accumulator_with, taken),
-            (TypeError, r"noise_scale is of type bool, expected a GradientNoiseScale, or None", accumulator_with, True),
             (TypeError, r"decay is '1' of type str, expected a number with 0 < decay <= 1", GradientNoiseScale, "1"),
             (ValueError, r"decay is 0, expected a number with 0 < decay <= 1; 1 takes plain", GradientNoiseScale, 0)):
         with pytest.raises(error, match=message):

@@ -26,28 +26,28 @@ def seven_tokens(x):
     return 7 * x.shape[0]
 
 
-def make_step(microbatch, accumulate_step=None, noise_scale=None, **options):
+def make_step(microbatch, accumulate_step=None, stages=(), **options):
     """Its noise scale is 1 / MEAN², and stays."""
     network, rng = Position(), np.random.default_rng(0)
     optimizer = nn.SGD([network.point], 1e-30)
-    train_step = make_train_step(network, optimizer, accumulate_step or 1, noise_scale=noise_scale, **options)
+    train_step = make_train_step(network, optimizer, accumulate_step or 1, stages=stages, **options)
     return lambda: train_step(Tensor(rng.normal(MEAN, 1, (microbatch, 100)), ms.float32))
 
 
-def unweighted(microbatch, accumulate_step=None, noise_scale=None):
+def unweighted(microbatch, accumulate_step=None, stages=()):
     """Counts microbatches, not samples."""
     network, rng = Position(), np.random.default_rng(0)
     optimizer = nn.SGD([network.point], 1e-30)
-    accumulator = Accumulator(optimizer, accumulate_step, reduction="mean", noise_scale=noise_scale)
+    accumulator = Accumulator(optimizer, accumulate_step, reduction="mean", stages=stages)
     return lambda: accumulator((Tensor(rng.normal(MEAN, 1, (microbatch, 100)).mean(0), ms.float32),))
 
 
-def forgetful(microbatch, accumulate_step=None, noise_scale=None):
+def forgetful(microbatch, accumulate_step=None, stages=()):
     return unweighted(microbatch, accumulate_step)
 
 
-def of_its_own(microbatch, accumulate_step=None, noise_scale=None):
-    return unweighted(microbatch, 2, noise_scale)
+def of_its_own(microbatch, accumulate_step=None, stages=()):
+    return unweighted(microbatch, 2, stages)
 
 
 @pytest.mark.slow

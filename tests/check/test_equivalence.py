@@ -329,7 +329,7 @@ CASES = {
     "a sum added by a bprop": Case(lambda: around(layers.Adds(0.01, mean=False)), mean_loss, False, [
         ("1", "Adds", "nonlinear backward pass")], ("because a bprop adds it", "add its loss to the one")),
     "no token, and another mean": Case(
-        MLP, tokens_and_squares, False, [("added", "function", "no weighted mean")], ("losses=2",),
+        MLP, tokens_and_squares, False, [("added", "function", "no weighted mean")], ("Two losses",),
         (ROWS[0], WITHOUT_TOKENS)),
 }
 
@@ -422,25 +422,29 @@ def test_a_random_loss_may_be_equal_twice_by_chance():
         assert (report.ok, causes(report)) == (None if found else True, found)
 
 
-def test_a_sum_of_two_means_asks_for_losses():
-    """Boxes per target, and objectness per cell: two losses make it exact, with their two weights."""
+def test_a_sum_of_two_means_asks_for_factors():
+    """Boxes per target, and objectness per cell: with a factor on each sum, as on the page, it is exact."""
     network = MLP(classes=4)
     batch = normal(16, 6), normal(16, 3), Tensor(np.arange(16) % 5 < np.repeat([1, 4, 2, 3], 4), ms.float32)
 
-    def yolo(x, boxes, targets):
+    def sums(x, boxes, targets):
         out = network(x)
-        box = (((out[:, :3] - boxes) ** 2).mean(-1) * targets).sum() / targets.sum()
-        return box, (ops.softplus(out[:, 3]) - out[:, 3] * targets).mean()
+        box = (((out[:, :3] - boxes) ** 2).mean(-1) * targets).sum()
+        return box, (ops.softplus(out[:, 3]) - out[:, 3] * targets).sum()
 
     def added(x, boxes, targets):
-        return sum(yolo(x, boxes, targets))
+        box, cell = sums(x, boxes, targets)
+        return box / targets.sum() + cell / len(x)
+
+    def with_factor(x, boxes, targets, factor):
+        box, cell = sums(x, boxes, targets)
+        return factor * box + cell, x.shape[0]
 
     report = check_equivalence(added, network, batch, 4)
     assert (report.ok, causes(report)) == (False, [("added", "function", "no weighted mean")])
-    assert "return the means as a tuple, with losses=2 and two weights from weight_fn" in report.causes[0].remedy
-    weights = {"weight_fn": lambda x, boxes, targets: (targets.sum(), x.shape[0]), "losses": 2}
-    assert check_equivalence(yolo, network, batch, 4, **weights).ok
-    assert check_equivalence(yolo, network, batch, 4, losses=2).ok is False  # the samples do not weigh the boxes
+    assert 'give each mean a factor, as under "Two losses"' in report.causes[0].remedy
+    factor = Tensor(16 / float(batch[2].sum()), ms.float32)
+    assert check_equivalence(with_factor, network, (*batch, factor), 4, has_weight=True, loss_reduction="sum").ok
 
 
 # --- how it computes, and what it refuses -----------------------------------------------------------------------------
@@ -483,8 +487,6 @@ GOOD = {"forward_fn": stranger, "network": MLP(), "batch": (normal(8, 6), labels
     ({"forward_fn": lambda x, y: (x.mean(), x)}, TypeError, "forward_fn returned 2 values, expected the loss alone"),
     ({"forward_fn": lambda x, y: 1.0}, TypeError, "forward_fn returned a value of type float, expected the loss alone"),
     ({"forward_fn": lambda x: x}, TypeError, "positional argument"),
-    ({"losses": 0}, ValueError, "losses is 0, expected an int >= 1; it is the number of losses"),
-    ({"losses": 2}, ValueError, "loss 1: what forward_fn returned is no tuple, expected a tuple of 2"),
 ])
 def test_bad_arguments_are_refused(wrong, error, message):
     with pytest.raises(error, match=message):
@@ -513,8 +515,7 @@ def test_a_weight_that_forward_fn_returns_and_declared_lengths_are_known():
 
     assert [check("mean", tokens), check("sum", tokens)] == [True, True]
     assert check("mean", len) is False
-    for wrong, message in (({"weight_fn": lambda x, y: 1.0}, "expected one of them"), ({"losses": 2}, "losses=2")):
-        with pytest.raises(ValueError, match=message):
-            check_equivalence(returning("mean", tokens), network, (x, y), has_weight=True, **wrong)
+    with pytest.raises(ValueError, match="expected one of them"):
+        check_equivalence(returning("mean", tokens), network, (x, y), has_weight=True, weight_fn=lambda x, y: 1.0)
     with pytest.raises(TypeError, match=r"expected .loss, weight. because of has_weight=True"):
         check_equivalence(lambda x, y: ops.cross_entropy(network(x), y), network, (x, y), has_weight=True)

@@ -90,7 +90,7 @@ def buffers(figures):
 @pytest.mark.parametrize(("suite", "names"), [
     ("mlp", "ms_accum-pieces,ms_accum-by-hand,undivided,tutorial,one-buffer,boost,parallel-nn"),
     ("memory", "ms_accum"), ("strategies", "undivided,ms_accum,ms_accum-pieces"), ("scaling", "ms_accum"),
-    ("options", "ms_accum-skip-window,ms_accum-losses"), ("first_calls", "ms_accum,wrong-denominator"),
+    ("options", "ms_accum-skip-window"), ("first_calls", "ms_accum,wrong-denominator"),
     ("distributed", "window,microbatch,zero2,wrong-denominator")])
 def test_every_suite(tmp_path, suite, names):
     """All agree, but for a wrong divisor; the parts of the other suites are tested above."""

@@ -131,6 +131,18 @@ def test_every_block_of_other_pages_and_docstrings_prints_what_it_says(process):
     assert wrong_in(process) == {}
 
 
+@pytest.mark.usefixtures("compiled_if_slow")
+def test_the_factors_of_two_losses_make_windows_exact():
+    """Ragged ones, whole, in pieces and op by op, against plain MindSpore. Controls: one weight for both."""
+    blocks = SCRIPTS["language-models"]
+    place = next(place for place, block in enumerate(blocks) if "def with_factors" in block.code)
+    *_, (printed, _) = run_blocks({"two_losses": [*blocks[:2], *blocks[place:place + 2]]})["two_losses"]
+    errors = [float(line.split()[-1]) for line in printed.splitlines()]
+    assert len(errors) == 5
+    assert min(errors[:2]) > 0.1
+    assert max(errors[2:]) < 2e-6
+
+
 def test_every_page_is_run():
     scripts = [scripts_of(process) for process in (*FRONT, CHINESE, *OTHERS)]
     assert {name for names in scripts for name in names} > SCRIPTS.keys()

@@ -125,6 +125,9 @@ class Plainly:
         self.gradients = (lambda *batch: gradients(*batch)[0]) if has_aux else gradients
         self.weigh, self.optimizer, self.clip_norm, self.start = weigh, optimizer, clip_norm, weights(optimizer)
 
+    def on_update(self, function):
+        pass
+
     def epoch(self, batches):
         batches = [tuple(batch.values()) if isinstance(batch, dict) else batch for batch in batches]
         for i in range(0, len(batches), N):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.ascend import sharding
 from support.ascend.cases import LAYERS
 from support.ascend.dry_run import Report, behind, dry_run, fused_by_the_selftest
 from support.ascend.stand_ins import built_once, locked, missing, shared_folder
@@ -98,7 +97,7 @@ PROCESSES = {
         "any_rows": Expected(between=[["MulNoNan", "Cast"]] * LAYERS),  # what it weighs is not known before
         **{f"amp_{level}": CAST for level in ("O1", "O2", "O3", "auto")},
         **dict.fromkeys(("loss_scaler", "pieces", "alone", "skip_window", "skip_microbatch", "noise_scale",
-                         "several_losses", "grad_cache"), PLAIN), "by_hand": BRANCHED, "sink": BRANCHED}),
+                         "grad_cache"), PLAIN), "by_hand": BRANCHED, "sink": BRANCHED}),
     # In pieces of 6, 6 and 4 rows, the shorter last one needs a multiplication.
     "more fused": Process({"float16": FUSED._replace(fused=[0, LAYERS, 0]), "pieces": Expected(fused=[LAYERS, 0, 0, 0]),
                            "any_length": FUSED, "any_rows": Expected(fused=[0, 0]),
@@ -114,7 +113,6 @@ PROCESSES = {
            for name, between in (("vit", []), ("vit_O2", ["Cast"]))},
         "resnet18": Expected(between=[[]], weights="classifier.weight")}),
     "8 ranks": Process({**RANKS, **CLIPPED}, ranks=8),
-    "sharded": Process(dict.fromkeys(sharding.CASES), ranks=sharding.RANKS),
     "2 nodes": Process({
         "node": exchange([("AllReduce", INSIDE)] * 2, [("AllReduce", ACROSS)] * 2 + [("AllGather", INSIDE)]),
         "node_zero2": exchange([("AllReduce", INSIDE), ("ReduceScatter", INSIDE)], [
@@ -179,32 +177,6 @@ def test_graphs_and_memory_are_what_is_expected(compiled, process):
 def test_the_selftest_counts_fused_products(tmp_path, tmp_path_factory, fusion, said):
     """Control: without the pass there are none."""
     assert fused_by_the_selftest(built_once(tmp_path_factory), tmp_path, fusion) == said
-
-
-@pytest.mark.slow
-def test_where_mindspore_shards_a_rank_holds_slices(compiled):
-    """By hand and in a cell, whichever of MindSpore's interfaces is used; buffers are cut as their parameters are."""
-    reports = compiled("sharded")
-    for name in sharding.SHARDED:
-        way, report = name.split("_")[1], reports[name]
-        assert isinstance(report, Report), (name, report)
-        held, kinds = sharding.HELD[way], {node.name for node in report.graphs[0] if node.group}
-        assert report.numbers.pop("saved") == "MindSpore has cut the parameters into slices", name
-        assert report.numbers == {"parameters": held, "buffers": held, "dtypes": ["Float32"] * 2}, name
-        assert kinds == sharding.COLLECTIVES[way], name
-
-
-@pytest.mark.slow
-def test_where_mindspore_shards_what_would_be_wrong_raises_an_error(compiled):
-    """Before any graph is compiled, with our sentence first."""
-    for name, report in compiled("sharded").items():
-        if name.startswith("refused"):
-            assert isinstance(report, Report), (name, report)
-            assert report.graphs == [], name
-            feature = {"clip": "clip_norm", "skip": "on_nonfinite", "loss": "loss_scaler", "noise": "noise_scale",
-                       "reducer": "reducer", "inside": "AutoParallel is inside the network"}.get(name.split("_")[1])
-            step = "a train step compiles" if name.endswith("context") else "AutoParallel is inside the network"
-            assert report.numbers["error"].startswith(feature or step), (name, report)
 
 
 def differences(report, expected):

@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 from hypothesis import strategies as st
 from mindspore import Tensor
 from support.differential.accumulating import Accumulating
-from support.differential.cases import COMPILED, LEVELS, OP_BY_OP, STEPS, WITH_AXIS, compose, near_plain, plain_case
+from support.differential.cases import COMPILED, LEVELS, OP_BY_OP, WITH_AXIS, compose, near_plain, plain_case
 from support.differential.defects import DEFECTS, PUT_BACK, cases, put_back
 from support.differential.follow import follow
 from support.differential.networks import build_loss
@@ -47,27 +47,29 @@ def stratified():
     """
     one_graph = {"event": "none", "front": "dense", "norm": "none", "shapes": (6, 6)}
     windows = (3, ("until", 14.0, 4), 2, ((0, 2), (1, 1), (2, 3)), 4, 1)
+    second = len(COMPILED + OP_BY_OP)
     for i, driver in enumerate(COMPILED + 3 * OP_BY_OP):
-        cut = driver in ("step", "step-pynative", "ahead")
-        level = "none" if driver.startswith("ahead") else LEVELS[3 * i % len(LEVELS)]
+        cut = driver in ("step", "step-pynative")
+        level = LEVELS[3 * i % len(LEVELS)]
         fixed = {"accumulate_step": windows[i % len(windows)], "reduction": "mean"}
-        if driver == "hand-pynative" and i > 10:
+        if driver == "hand-pynative" and i >= second:
             fixed = {}
         fixed["empty_at"] = None if driver.startswith("model") else (0, None, 5)[i % 3]
         fixed["batch_axis"] = (i if driver in COMPILED else i // 5) % 2 if driver.startswith(WITH_AXIS) else 0
-        if driver.split("-")[0] in STEPS:
+        if driver.startswith("step"):
             fixed.update(evaluate_at=(3, 0)[i // 5 % 2], rate_at=(1, 0, 2)[i % 3], rates="number")
         if driver in COMPILED:
-            fixed.update(one_graph, **({"aux": True} if driver == "ahead" else {"weight": "number"}))
-        elif driver != "ahead-pynative":
+            fixed.update(one_graph, weight="number")
+        else:
             event = ("save", "both", "error", "save")[(i + i // 5) % 4]
             fixed.update(event=event, load_into=("fresh", "used")[i // 5 % 2])
             if event != "save":
                 fixed["loss"] = ("masked", "mean")[i % 2]
-        dropped = {"scaler": ("dynamic", 6, 2), "on_nonfinite": "skip_window", "nonfinite_at": 3 if i == 3 else 2}
-        fixed.update({3: dropped, 6: {**dropped, "aux": True}, 12: {"aux": True, "weight": "returned"}}.get(i, {}))
+        dropped = {"scaler": ("dynamic", 6, 2), "on_nonfinite": "skip_window", "nonfinite_at": 3 if i == 2 else 2}
+        fixed.update({2: dropped, 5: {**dropped, "aux": True},
+                      second + 1: {"aux": True, "weight": "returned"}}.get(i, {}))
         # A model ends in an incomplete window.
-        count = 4 if driver == "ahead" else 7 if driver.startswith("model") else 6
+        count = 7 if driver.startswith("model") else 6
         yield drawn(i, driver=driver, level=level, large=False, count=count, pieces=1 + cut, **fixed)
 
 

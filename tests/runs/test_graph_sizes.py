@@ -31,7 +31,7 @@ def stepping(count):
     """Add a microbatch whose weight is a Tensor, and update: with all that loops over gradients."""
     accumulator = Accumulator(
         nn.SGD(parameters(count), 0.1), 1, 1.0, reduction="mean", on_nonfinite="skip_window",
-        noise_scale=GradientNoiseScale(), loss_scaler=amp.StaticLossScaler(2.0**8))
+        stages=(GradientNoiseScale(),), loss_scaler=amp.StaticLossScaler(2.0**8))
 
     def step(weight, *grads):
         return accumulator(grads, weight)

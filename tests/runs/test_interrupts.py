@@ -26,7 +26,7 @@ N, RUNS, FEW, CALLS = 3, 84, 20, 9
 NEVER = 10**9
 FOLDER = str(Path(ms_accum.__file__).parent)
 BATCH = Tensor(np.ones((4, 1)), ms.float32)
-KINDS = ("step", "alone", "pieces", "judged", "cell-graph", "cell-pynative", "eager", "backward")
+KINDS = ("step", "alone", "pieces", "judged", "cell-graph", "cell-pynative", "eager")
 COSTLY = ("pieces", "cell-pynative")  # after an interrupt, pieces are compiled anew; a cell here runs op by op
 
 
@@ -79,8 +79,6 @@ class Run:
         self.mode = ms.GRAPH_MODE if kind == "cell-graph" else ms.PYNATIVE_MODE
         if kind.startswith("cell"):
             self.step = TrainOneStepCell(self.network, self.accumulator)
-        elif kind == "backward":
-            self.step = self.by_backward
         else:
             self.step = make_train_step(self.network, self.accumulator, pieces=2 if kind == "pieces" else 1,
                                         eager=kind == "eager")
@@ -93,11 +91,6 @@ class Run:
             self.step(BATCH)
         finally:
             ms.set_context(mode=ms.PYNATIVE_MODE)
-
-    def by_backward(self, batch):
-        for x in self.accumulator.epoch([batch]):
-            self.accumulator.backward(self.network(x), 4.0)
-            break
 
     def start_over(self):
         self.accumulator.reset()
@@ -154,7 +147,7 @@ def test_each_update_happens_once_or_is_refused(kind, runs):
             run.microbatch(rng.randint(1, int(1.5 * run.lines)) if rng.random() < 0.7 else NEVER)
         caught, refused = caught + run.caught, refused + run.refused
     assert caught > CALLS * runs / 5, "hardly any interrupt came"
-    assert refused > 0 if kind in (*COSTLY, "eager", "backward") else refused == 0
+    assert refused > 0 if kind in (*COSTLY, "eager") else refused == 0
     assert refused < caught / 2, "a batch is called torn where it is not"
 
 
@@ -186,7 +179,7 @@ def test_an_update_that_is_applied_twice_is_noticed(monkeypatch):
 LEFT = [Tensor(np.full((4, 1), value), ms.float32) for value in (1, 2, 4, 8, 16, 32, 64, 128)]  # of an epoch
 # In pieces, losses are miscounted after one signal in ten: too few are no control.
 SIGNALS = {"step": 30, "model": 5, "eager": 20}
-MANY = {"step": 400, "eager": 400, "alone": 400, "pieces": 400, "losses": 400, "model": 40, "by hand": 200}
+MANY = {"step": 400, "eager": 400, "alone": 400, "pieces": 400, "model": 40, "by hand": 200}
 
 
 class Terminated(SystemExit):
@@ -221,13 +214,6 @@ class Epochs:
             self.step = TrainOneStepCell(self.network, accumulator)
         elif kind == "by hand":
             self.step, self.grad_fn = accumulator, ms.value_and_grad(self.network, None, accumulator.weights)
-        elif kind == "losses":
-            network = self.network
-
-            def forward_fn(x):
-                return network(x), 2 * network(x)
-
-            self.step = make_train_step(forward_fn, optimizer, N, losses=2)
         else:
             self.step = make_train_step(self.network, optimizer, 1 if kind == "alone" else N,
                                         pieces=2 if kind == "pieces" else 1, eager=kind == "eager")
@@ -283,7 +269,7 @@ def test_a_checkpoint_after_a_signal_knows_its_place(kind, signals, tmp_path):
     stopped = refused = miscounted = 0
     # A graph is done or not as a whole. Op by op and in pieces, the share of signals that come within a microbatch
     # depends on the load; `test_each_update_happens_once_or_is_refused` bounds in how many lines it can be torn.
-    most = 0.5 if kind not in ("pieces", "losses", "eager") else 1
+    most = 0.5 if kind not in ("pieces", "eager") else 1
     counts_losses = kind not in ("model", "by hand")
 
     def enough():  # of few signals, none or too many may come within a microbatch: then more are sent

@@ -160,31 +160,6 @@ def test_nothing_else_changes(case):
     assert ends[0] == ends[1]
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_several_losses_have_a_mean_each():
-    """Control: the second loss is not the mean over all samples."""
-    network, (data, (x, y)) = network_with_modes(), data_of()
-
-    def forward_fn(x, y):
-        logits = network(x)
-        counts = (y != NO_TARGET).astype(ms.float32)
-        squares = ops.square(logits).sum(-1)
-        return LOSS(logits, ops.maximum(y, 0)), (squares * counts).sum() / counts.sum()
-
-    def counts(x, y):
-        return x.shape[0], targets(x, y)
-
-    step = make_train_step(forward_fn, sgd(network), 2, losses=2, pieces=3, weight_fn=counts)
-    found = step.evaluate(data)
-    network.set_train(False)
-    squares = (network(x).asnumpy() ** 2).sum(-1)
-    assert abs(found[0] - float(LOSS(network(x), ops.maximum(y, 0)))) < 1e-6
-    assert abs(found[1] / squares[y.asnumpy() != NO_TARGET].mean() - 1) < 1e-6
-    assert abs(found[1] / squares.mean() - 1) > 1e-3
-    with pytest.raises(ValueError, match=r"weights of loss 1 \(counted from 0\) in all 1 batches are 0"):
-        step.evaluate([(data[0][0], np.full(6, NO_TARGET, np.int32))])
-
-
 @MODE
 def test_a_loss_over_the_batch_is_that_of_the_whole_batch(mode):
     """Control: the mean of the pieces' losses, which have fewer negatives; op by op."""

@@ -167,7 +167,7 @@ SINGLE = r'the accumulator looks at single pieces .* give "skip_window" or sync=
     (TypeError, r"loss_fn is of type str, expected a function", {"loss_fn": "nce"}),
     (TypeError, r"optimizer is of type NoneType, expected a MindSpore optimizer", {"optimizer": None}),
     (ValueError, r"pieces is 0, expected an int >= 1", {"pieces": 0}),
-    (ValueError, SINGLE, {"optimizer": counting(Towers(0.0), noise_scale=GradientNoiseScale())}),
+    (ValueError, SINGLE, {"optimizer": counting(Towers(0.0), stages=(GradientNoiseScale(),))}),
     (ValueError, SINGLE, {"optimizer": counting(Towers(0.0), on_nonfinite="skip_microbatch")}),
 ])
 def test_bad_arguments_are_refused(error, message, options):

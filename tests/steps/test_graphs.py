@@ -30,7 +30,6 @@ three_values = lambda x: (NETWORK(x).mean(), x, x)
 loss_and_vector = lambda x: (NETWORK(x).mean(), NETWORK(x).mean(0))
 loss_and_number = lambda x: (NETWORK(x).mean(), (NETWORK(x), 3))
 loss_and_nothing = lambda x: (NETWORK(x).mean(), ())
-losses = lambda x: (NETWORK(x).mean(), x.mean(), x.mean())
 minus_one = lambda x: -1.0
 ones = lambda x: ops.ones(4)
 two_weights = lambda x: (1.0, 2.0)
@@ -39,7 +38,6 @@ mean_rows = lambda z: z.mean(0)
 pair = lambda z: (z.mean(), z)
 
 AUX = r"expected \(loss, aux\) because of has_aux=True; aux may be a tuple"
-TWO = "a tuple of 2 because of losses=2"
 JOIN = r"return Tensors of shape \(\) or with one row for each sample, or give pieces=1$"
 ROWS = "return a Tensor with one row per sample, or a tuple of such Tensors of one float dtype$"
 WEIGHT = "give the number of samples or unmasked tokens in the microbatch$"
@@ -76,10 +74,7 @@ CASES = [
     (step(loss_and_nothing, **CUT), "ValueError .* an empty aux; return the loss alone, without has_aux=True$"),
     (step(scalar, weight_fn=minus_one), rf"ValueError weight is -1.0, .* >= 0 \(float32\); {WEIGHT}"),
     (step(scalar, weight_fn=ones), rf"ValueError weight is a Tensor of shape \(4,\), .*; {WEIGHT}"),
-    (step(scalar, weight_fn=two_weights), "ValueError weight_fn returned a tuple of 2, .*; give losses=2 to"),
-    (step(scalar, losses=2), f"TypeError forward_fn returned a value of type Tensor, expected {TWO}$"),
-    (step(losses, losses=2), f"TypeError forward_fn returned 3 losses, expected {TWO}; with has_aux=True, "),
-    (step(losses, losses=2, weight_fn=minus_one), f"ValueError weight is no tuple, expected {TWO}; let "),
+    (step(scalar, weight_fn=two_weights), "ValueError weight_fn returned a tuple of 2, .*; for several losses, "),
     (cached(nothing, mean), f"TypeError encode_fn returned neither a Tensor nor .*; {ROWS}"),
     (cached(vector, mean), rf"ValueError encode_fn .* of shape \(3,\) for 2 samples; {ROWS}"),
     (cached(mixed, mean), f"TypeError encode_fn returned Tensors of Float32, Float16; {ROWS}"),
@@ -140,7 +135,7 @@ def cases_of_models(mode):
         got = "a Python object that a graph cannot read" if unreadable else f"a value of type {returns}"
         remedy = "return its entry for the loss" if returns == "dict" else "take the loss from a tuple, .*return_dict=F"
         for functions, expected in [
-                (step(model), "the loss alone"), ({"cell": model}, "the loss alone"), (step(model, losses=2), TWO),
+                (step(model), "the loss alone"), ({"cell": model}, "the loss alone"),
                 (step(model, has_aux=True), r"\(loss, aux\) because"), *[(step(first), "the loss alone")] * unreadable]:
             name = "the network" if "cell" in functions else "forward_fn"
             yield functions, f"TypeError {name} returned {got}, expected {expected}.*[;,] {remedy}"
@@ -149,8 +144,7 @@ def cases_of_models(mode):
 
 def refusal(functions):
     """The kind and the first line of the error; or what it did instead."""
-    windows = 1 if "losses" in functions else 2
-    acc = Accumulator(sgd(NETWORK), windows, reduction="mean")
+    acc = Accumulator(sgd(NETWORK), 2, reduction="mean")
     try:
         if "cell" in functions:
             cell = functions["cell"]

@@ -18,7 +18,7 @@ from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
 
 def with_two(network):
-    """A loss with an aux, or two losses."""
+    """A loss with an aux."""
     def forward_fn(x, y):
         return LOSS(network(x), y), ops.square(network(x)).mean()
 
@@ -27,10 +27,6 @@ def with_two(network):
 
 def counted(x, y):
     return (y >= 0).sum()
-
-
-def both_counted(x, y):
-    return (y >= 0).sum(), (y > 0).sum()
 
 
 def contrast(z):
@@ -52,14 +48,12 @@ def step_of(forward_of, accumulate_step, **options):
 JUDGED = step_of(with_two, 2, has_aux=True, pieces=4, weight_fn=counted, on_nonfinite="skip_window",
                  loss_scaler=amp.DynamicLossScaler(2.0**8, 2, 2))
 WHOLE = step_of(mean_loss, {0: 1, 1: 2}, clip_norm=1.0)
-LOSSES = step_of(with_two, 2, losses=2, weight_fn=both_counted, pieces=4)
 SKIPPED = step_of(mean_loss, {0: 1, 1: 2}, on_nonfinite="skip_microbatch")
-BUDGET = step_of(mean_loss, until_weight(12), weight_fn=counted, noise_scale=GradientNoiseScale())
+BUDGET = step_of(mean_loss, until_weight(12), weight_fn=counted, stages=(GradientNoiseScale(),))
 FAST = [(WHOLE, {"add", "update", "close_with_update"})]
 OTHERS = [(JUDGED, {"Piece", "End", "counts_and_verdict", "close_with_update", "close_without_update"}),
           (cached, {"encode", "first", "backward", "end_and_count", "close_with_update"}),
-          (SKIPPED, {"add", "close_with_update"}), (BUDGET, {"add", "close_with_update"}),
-          (LOSSES, {"Weights", "WeighedPiece", "End", "counts", "close_with_update"})]
+          (SKIPPED, {"add", "close_with_update"}), (BUDGET, {"add", "close_with_update"})]
 
 
 def save_graphs():

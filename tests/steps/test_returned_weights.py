@@ -110,8 +110,6 @@ def returns(*values):
      returns(None, 2.0), {"has_weight": False}),
     (ValueError, "got has_weight=True and a weight_fn, expected one of them; leave weight_fn out if forward_fn returns",
      returns(None, 2.0), {"weight_fn": targets}),
-    (ValueError, "got has_weight=True with losses=2, whose weights must be known before .*; give a weight_fn, which",
-     returns(None, 2.0), {"losses": 2}),
     (TypeError, r"has_weight is 1 of type int, expected True or False; say whether forward_fn returns \(loss, weight\)",
      returns(None, 2.0), {"has_weight": 1})])
 def test_what_does_not_fit_is_refused(error, message, forward_fn, options, compiled_if_slow):

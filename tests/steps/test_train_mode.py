@@ -52,12 +52,6 @@ def of_a_cell(network, optimizer):
     return make_train_step(nn.WithLossCell(network, LOSS), optimizer, 1)
 
 
-def several(network, optimizer):
-    def pair(x, y):
-        return LOSS(network(x), y), LOSS(network(x), y)
-    return make_train_step(pair, optimizer, 1, losses=2)
-
-
 def cached(network, optimizer):
     def loss_fn(representations):
         return (representations ** 2).mean()
@@ -67,7 +61,7 @@ def cached(network, optimizer):
     return make_grad_cache_step(encode, loss_fn, optimizer, 1, pieces=2)
 
 
-DRIVERS = [step_call, of_a_cell, several, cached, cell_call]
+DRIVERS = [step_call, of_a_cell, cached, cell_call]
 
 
 @pytest.mark.parametrize(("layer", "name"), [
@@ -76,15 +70,13 @@ DRIVERS = [step_call, of_a_cell, several, cached, cell_call]
 @pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.filterwarnings("error:.*is in evaluation mode")
 def test_evaluation_mode_is_warned_of_before_anything_is_compiled(driver, layer, name):
-    """By each driver. Here the warning is an error, behind which nothing runs. With two losses, a graph has asked
-    whether a window is open.
-    """
+    """By each driver. Here the warning is an error, behind which nothing runs."""
     network = with_layer(layer).set_train(False)
     step, graphs = driver(network, sgd(network)), compiled_graphs()
     with pytest.raises(UserWarning) as warned:
         step(*BATCH)
     assert f"is in evaluation mode, so its layer {name}" in str(warned.value).replace("_backbone.", "")
-    assert compiled_graphs() <= graphs + (driver is several)
+    assert compiled_graphs() == graphs
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -126,7 +118,7 @@ def test_a_network_that_stays_in_evaluation_mode_after_an_evaluation_is_warned_o
 
 @pytest.mark.parametrize(("driver", "context"), [
     (cell_call, "jit"), *(pytest.param(*one, marks=pytest.mark.slow) for one in (
-        (step_call, "jit"), (cell_call, "graph"), (several, "jit"), (cached, "jit")))])
+        (step_call, "jit"), (cell_call, "graph"), (cached, "jit")))])
 @pytest.mark.filterwarnings("ignore:.*is in evaluation mode")
 def test_a_mode_that_changes_between_calls_counts(mode_named, driver, context):
     """Losses are those of the mode of each call; parameters do not move. Control: the two modes differ."""

@@ -45,32 +45,25 @@ def thousand_each(x, y):
     return 1_000 * (y >= 0).sum()
 
 
-def rows_and_some(x, y):
-    """Of some microbatches none."""
-    return (y >= 0).sum(), (y > 0).sum() * (x[0, 0] > 0)
-
-
 @pytest.mark.parametrize(("context", "graphs", "options"), [
     ("jit", 5, {"accumulate_step": 2, "sizes": 1, "loss_scaler": amp.StaticLossScaler(2.0**8)}),
     *(pytest.param(*one, marks=pytest.mark.slow) for one in (
         ("jit", 5, {"accumulate_step": 2}),  # add, for each of three sizes, counted, and apply; nothing for no rows
         ("jit", 3, {"accumulate_step": 1, "sizes": 1}),  # alone, counted, and apply at the end of an epoch
         ("graph", 7, {"accumulate_step": 2, "sizes": 1, "pieces": 4, "weight_fn": rows, "on_nonfinite": "skip_window",
-                      "loss_scaler": amp.DynamicLossScaler(2.0**8, 2, 2)}),
-        ("jit", 7, {"accumulate_step": 2, "sizes": 1, "weight_fn": rows_and_some, "losses": 2}))),
+                      "loss_scaler": amp.DynamicLossScaler(2.0**8, 2, 2)}))),
 ])
 def test_steps_compile_once_and_warn_of_nothing(mode_named, capfd, context, graphs, options):
     """In the first epoch only. 4 pieces of 6 = 2 + 2 + 2: piece, end, counted, judged, apply, and two of an incomplete
-    window. Of two losses: weigh, total, a piece with and without rows for the second one, end, counted, apply.
+    window.
     """
     mode_named(context)
     data = BATCHES[:3] if options.pop("sizes", 0) else BATCHES
     train_step = step_of(**options)
     counts = [compiled_graphs()]
     for _ in range(3):
-        for result in train_step.epoch(data):
-            losses = result if isinstance(result, tuple) else (result,)
-            assert {(loss.shape, loss.dtype) for loss in losses} == {((), ms.float32)}
+        for loss in train_step.epoch(data):
+            assert (loss.shape, loss.dtype) == ((), ms.float32)
         counts.append(compiled_graphs())
     assert 0 < counts[1] - counts[0] <= graphs
     assert counts[1] == counts[2] == counts[3]
@@ -81,10 +74,8 @@ def test_steps_compile_once_and_warn_of_nothing(mode_named, capfd, context, grap
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("losses", [1, 2])
-def test_a_loop_that_does_not_exhaust_the_epoch_loses_no_update(losses):
-    """`zip` asks for no more losses than there are batches. Generators fill their arrays anew for each batch, and with
-    two losses, of which a window is read before it is trained, their Tensors."""
+def test_a_loop_that_does_not_exhaust_the_epoch_loses_no_update():
+    """`zip` asks for no more losses than there are batches. Generators fill their arrays anew for each batch."""
     data = batches([6] * 10)
 
     def arrays():
@@ -93,32 +84,24 @@ def test_a_loop_that_does_not_exhaust_the_epoch_loses_no_update(losses):
             x[:], y[:] = rows, labels
             yield x, y
 
-    def filled():
-        x, y = tensors(*data[0])
-        for batch in data:
-            x.assign_value(tensors(*batch)[0])
-            y.assign_value(tensors(*batch)[1])
-            yield x, y
-
-    results, given = [], ([tensors(*batch) for batch in data], [tensors(*data[-1])] * 10, arrays(), filled())
-    for batches_of in given[:2 + losses]:
-        train_step = step_of(4, losses)
+    results = []
+    for batches_of in ([tensors(*batch) for batch in data], [tensors(*data[-1])] * 10, arrays()):
+        train_step = step_of(4)
         loop = zip(range(10), train_step.epoch(batches_of))
         assert [i for i, _ in enumerate(loop, 1) if train_step.updated] == [4, 8, 10], "the last one closes a window"
         assert (int(train_step.accumulator.update_step), int(train_step.accumulator.mini_step)) == (3, 0)
         assert train_step.flush() is train_step.updated is False
         results.append(values(train_step.accumulator.optimizer.parameters))
-    right, wrong, *copied = results
-    assert [difference(got, right) for got in copied] == [0] * losses
+    right, wrong, copied = results
+    assert difference(copied, right) == 0
     assert difference(wrong, right) > 1e-3, "control: the rows of the last batch"
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("losses", [1, 2])
 @pytest.mark.parametrize("accumulate_step", [3, {0: 2, 1: 3}, until_weight(13)])
-def test_a_batch_is_asked_for_when_all_windows_before_it_have_updated(losses, accumulate_step):
+def test_a_batch_is_asked_for_when_all_windows_before_it_have_updated(accumulate_step):
     """So it may be made with the current weights; the body of the loop comes after the next batch was asked for."""
-    train_step, asked, closed = step_of(accumulate_step, losses), [], [0]
+    train_step, asked, closed = step_of(accumulate_step), [], [0]
 
     def made():
         for batch in batches([6] * 7):
@@ -131,7 +114,7 @@ def test_a_batch_is_asked_for_when_all_windows_before_it_have_updated(losses, ac
         closed.append(closed[-1] + train_step.updated)
     assert asked == closed[:7]
     assert len({*asked}) == 3
-    assert in_body == [2, 3, 4, 5, 6, 7, 7] if losses == 1 else in_body[-1] == 7
+    assert in_body == [2, 3, 4, 5, 6, 7, 7]
     assert int(train_step.accumulator.update_step) == 3
 
 
@@ -143,16 +126,16 @@ def broken(after, error=OSError):
 
 @pytest.mark.usefixtures("uncompiled")
 def test_an_error_of_reading_comes_after_the_loss_of_what_was_trained():
-    """So a loop that counts losses knows what was trained: with two losses, windows of 2 alone.
+    """So a loop that counts losses knows what was trained.
 
     An interrupt is raised at once, before the loss that waits for it. Control: an error that the loop leaves behind.
     """
-    for losses, after, trained in ((1, 2, 2), (1, 3, 3), (2, 2, 2), (2, 3, 2)):
-        train_step, seen = step_of(2, losses), []
+    for after in (2, 3):
+        train_step, seen = step_of(2), []
         with pytest.raises(OSError, match="the disk is gone"):
             seen.extend(train_step.epoch(broken(after)))
         accumulator = train_step.accumulator
-        assert len(seen) == 2 * int(accumulator.update_step) + int(accumulator.mini_step) == trained
+        assert len(seen) == 2 * int(accumulator.update_step) + int(accumulator.mini_step) == after
     for error, first in ((KeyboardInterrupt, 1), (OSError, 2)):
         train_step, seen = step_of(4), []
         with pytest.raises(error) if first == 1 else nullcontext():
@@ -162,9 +145,8 @@ def test_an_error_of_reading_comes_after_the_loss_of_what_was_trained():
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize(("losses", "places"), [
-    (1, (2, 7)), (2, (3, 4)), *(pytest.param(losses, range(8), marks=pytest.mark.slow) for losses in (1, 2))])
-def test_what_was_trained_is_known_wherever_reading_is_interrupted(losses, places):
+@pytest.mark.parametrize("places", [(2, 7), pytest.param(range(8), marks=pytest.mark.slow)])
+def test_what_was_trained_is_known_wherever_reading_is_interrupted(places):
     """The rest of the data ends where a run ends that was not interrupted. Control: a loop that counts its losses.
     """
     data = [tensors(*batch) for batch in batches([6] * 7)]
@@ -174,7 +156,7 @@ def test_what_was_trained_is_known_wherever_reading_is_interrupted(losses, place
         raise KeyboardInterrupt
 
     def run(after, by_losses=False):
-        step, seen = step_of(2, losses), []
+        step, seen = step_of(2), []
         with pytest.raises(KeyboardInterrupt):
             seen.extend(step.epoch(interrupted(after)))
         done = len(seen) if by_losses else step.trained
@@ -182,7 +164,7 @@ def test_what_was_trained_is_known_wherever_reading_is_interrupted(losses, place
         assert step.trained == 0
         return values(step.accumulator.weights)
 
-    whole = step_of(2, losses)
+    whole = step_of(2)
     list(whole.epoch(data))
     expected = values(whole.accumulator.weights)
     assert [difference(run(after), expected) for after in places] == [0] * len(places)
@@ -198,10 +180,9 @@ def network_of(step):
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize(("losses", "way"), [
-    (1, "dataset"), (2, "list"), *(pytest.param(*one, marks=pytest.mark.slow) for one in (
-        (1, "list"), (1, "generator"), (2, "generator"), (2, "dataset")))])
-def test_an_epoch_goes_on_at_the_place_of_a_checkpoint(way, losses, tmp_path):
+@pytest.mark.parametrize("way", [
+    "dataset", *(pytest.param(one, marks=pytest.mark.slow) for one in ("list", "generator"))])
+def test_an_epoch_goes_on_at_the_place_of_a_checkpoint(way, tmp_path):
     """With what is left of its batches, bit for bit. Controls: all batches again; those left, of which more is skipped.
     """
     data, path = [tensors(*batch) for batch in batches([6] * 7)], tmp_path / "run.safetensors"
@@ -212,11 +193,11 @@ def test_an_epoch_goes_on_at_the_place_of_a_checkpoint(way, losses, tmp_path):
         return {"list": list(batches), "generator": iter(batches), "dataset": rows}[way]
 
     def run(after, batches=data, resume=True):
-        step = step_of(2, losses)
+        step = step_of(2)
         for _ in islice(step.epoch(given(data)), after):
             pass
         save_checkpoint(path, network_of(step), step)
-        step = step_of(2, losses)
+        step = step_of(2)
         load_checkpoint(path, network_of(step), step)
         assert (step.epochs, step.trained) == (0, after)
         with pytest.raises(RuntimeError, match=f"saved after {after} microbatches of epoch 0 .* resume=True"):
@@ -227,16 +208,14 @@ def test_an_epoch_goes_on_at_the_place_of_a_checkpoint(way, losses, tmp_path):
         assert (step.epochs, step.trained) == (1, 0)
         return trained, values(step.accumulator.weights)
 
-    whole = step_of(2, losses)
+    whole = step_of(2)
     list(whole.epoch(given(data)))
     expected = values(whole.accumulator.weights)
     for after in (1, 4, 5, 7):
         trained, found = run(after)
-        # Two losses need a whole window: the open one is trained again.
-        assert trained == 7 - after + (losses == 2 and after in (1, 5))
+        assert trained == 7 - after
         assert difference(found, expected) == 0
-    if losses == 1:
-        assert difference(run(4, data[4:], resume=False)[1], expected) == 0
+    assert difference(run(4, data[4:], resume=False)[1], expected) == 0
     assert difference(run(4, resume=False)[1], expected) > 1e-3
     with pytest.raises(ValueError, match=r"^4 microbatches of this epoch were trained before, .* only 3 batches"):
         run(4, data[4:])
@@ -479,10 +458,9 @@ def test_a_call_beside_an_epoch_that_was_interrupted_leaves_its_place(monkeypatc
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("losses", [1, 2])
-def test_a_torn_update_is_refused_by_an_epoch_that_goes_on(losses):
-    """With two losses, too, whose open window would be dropped. Control: without the mark, it goes on."""
-    data, step = [tensors(*batch) for batch in batches([6] * 5)], step_of(2, losses)
+def test_a_torn_update_is_refused_by_an_epoch_that_goes_on():
+    """Control: without the mark, it goes on."""
+    data, step = [tensors(*batch) for batch in batches([6] * 5)], step_of(2)
 
     def stopped():
         yield from data[:3]
@@ -490,8 +468,6 @@ def test_a_torn_update_is_refused_by_an_epoch_that_goes_on(losses):
 
     with pytest.raises(KeyboardInterrupt):
         list(step.epoch(stopped()))
-    if losses == 2:
-        ops.assign(step.window.mini_step, 1)  # as if a window of two were open
     step.window.mark_emptying()
     step.boundary.forget()
     with pytest.raises(RuntimeError, match="stopped an update, so it may have changed only some of the parameters"):
@@ -566,22 +542,21 @@ def test_an_error_beside_the_last_batch_leaves_the_end_of_the_epoch():
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("first", [[], [0]])
-@pytest.mark.parametrize("losses", [1, 2])
-def test_a_run_that_has_weighed_nothing_is_resumed_bit_for_bit(first, losses, tmp_path):
+def test_a_run_that_has_weighed_nothing_is_resumed_bit_for_bit(first, tmp_path):
     """Its unit of weights is not known yet. Control: that of a run that has begun is kept."""
     data = [tensors(*batch) for batch in batches([*first, 5, 3, 5, 2])]
 
     def run(saved_after):
-        step = step_of(3, losses)
+        step = step_of(3)
         for _ in islice(step.epoch(data), saved_after):
             pass
         save_checkpoint(tmp_path / "run.safetensors", network_of(step), step)
-        step = step_of(3, losses)
+        step = step_of(3)
         load_checkpoint(tmp_path / "run.safetensors", network_of(step), step)
         list(step.epoch(data, resume=True))
         return step.window.unit, values(step.accumulator.weights)
 
-    whole = step_of(3, losses)
+    whole = step_of(3)
     list(whole.epoch(data))
     for after in (len(first), len(first) + 3):
         unit, weights = run(after)
@@ -675,7 +650,6 @@ IN_ANY_DOOR = [
 
 @pytest.mark.parametrize(("make", "error", "message", "arguments", "options"), [
     *[(make, *row) for make in (STEP, DOOR) for row in IN_ANY_DOOR],
-    (STEP, ValueError, r"losses is 0, expected an int >= 1", (READY,), {"losses": 0}),
     (STEP, TypeError, r"^make_train_step\(\) got an unexpected argument xyz; expected one of accumulate_step, pieces, ",
      (READY,), {"xyz": 3}),
     (STEP, TypeError, r"unexpected argument piece; did you mean pieces\?$", (READY,), {"piece": 4}),
@@ -726,11 +700,11 @@ def flushed(train_step, x, y):
 def in_an_epoch(train_step, x, y):
     sums = x.sum()
     for loss in train_step.epoch([(x, y)]):
-        sums = sums + (loss[0] if isinstance(loss, tuple) else loss)
+        sums = sums + loss
     return sums
 
 
-KINDS = [step_of, partial(step_of, 1, losses=2), cached_step]
+KINDS = [step_of, cached_step]
 CALLS = [("a train", called), ("flush of a", flushed), ("epoch of a", in_an_epoch)]
 
 
@@ -765,7 +739,7 @@ def test_what_holds_graphs_is_not_copied(copied, has_run):
     """Control: it goes on to train, and its network can be copied; MindSpore pickles no Cell with an operator."""
     network = MLP()
     cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), sgd(network), 2)
-    for driver in (step_of(), step_of(1, losses=2), cached_step(), cell):
+    for driver in (step_of(), cached_step(), cell):
         for _ in range(has_run):
             driver(*BATCHES[0])
         for held in (driver, driver.accumulator, *[nn.CellList([cell])] * (driver is cell and "deepcopy" in copied)):
@@ -838,16 +812,9 @@ def test_a_window_that_is_closed_by_hand_does_not_make_the_next_one_longer(jitte
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("losses", [1, 2])
-def test_an_option_that_is_assigned_later_is_an_error(losses):
+def test_an_option_that_is_assigned_later_is_an_error():
     """Its graphs would not see it. Control: the learning rate can be set."""
-    network = MLP()
-
-    def forward_fn(x, y):
-        loss = mean_loss(network)(x, y)
-        return loss if losses == 1 else (loss, loss)
-
-    step = make_train_step(forward_fn, sgd(network), 2, losses=losses)
+    step = step_of()
     for name in {*inspect.signature(make_train_step).parameters, *Options.__annotations__} - {"options"}:
         with pytest.raises(AttributeError, match=name):
             setattr(step, name, 1)

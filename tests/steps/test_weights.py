@@ -41,31 +41,21 @@ def nothing(x, y):
     pytest.param(TrainOneStepCell, "graph", {}, SUM, marks=pytest.mark.slow),
     (make_train_step, "jit", {"pieces": 2}, SUM),
     *((make, "pynative", options, reduction) for reduction in (MEAN, SUM)
-    for make, options in ((make_train_step, {}), (make_train_step, {"losses": 2}), (TrainOneStepCell, {})))])
+    for make, options in ((make_train_step, {}), (TrainOneStepCell, {})))])
 def test_a_microbatch_without_weight_has_the_loss_0_and_changes_nothing(make, mode, options, reduction):
     """As in MaxText. Control: the loss of the same network with labels, and what MindSpore gives without any."""
     loss = TokenLoss(reduction)
-
-    def pair(x, y):
-        return loss(x, y), loss(x, y)
-
-    def counts(x, y):
-        return tokens(x, y), tokens(x, y)
-
-    several = "losses" in options
     with running(mode):
-        train_step = make(pair if several else loss, sgd(loss), 1, weight_fn=counts if several else tokens,
-                          loss_reduction=reduction, **options)
+        train_step = make(loss, sgd(loss), 1, weight_fn=tokens, loss_reduction=reduction, **options)
         before = values(loss.trainable_params())
-        got = train_step(X, NO_TOKEN)
-        assert [float(one) for one in (got if several else (got,))] == [0.0] * (1 + several)
+        assert float(train_step(X, NO_TOKEN)) == 0
         assert difference(values(loss.trainable_params()), before) == 0
         got = train_step(X, TOKENS)
         expected = float(TokenLoss.construct(loss, X, TOKENS))
     assert np.isnan(float(ops.cross_entropy(loss.network(X), NO_TOKEN, ignore_index=-100)))
     assert np.isfinite(expected)
     assert difference(values(loss.trainable_params()), before) > 0
-    assert float(got[0] if several else got) > 0.1
+    assert float(got) > 0.1
     assert int(train_step.accumulator.seen) == 4
 
 
@@ -104,22 +94,16 @@ def test_class_weights_are_the_denominator(make, mode):
             assert difference(moved(2), whole) > 1e-3
 
 
-@pytest.mark.parametrize(("losses", "mode"), [
-    (1, "jit"), (1, "pynative"), (2, "pynative"), pytest.param(2, "jit", marks=pytest.mark.slow)], indirect=["mode"])
-def test_aux_of_a_batch_that_is_not_cut_is_returned_as_it_is(losses, mode):
+@pytest.mark.parametrize("mode", ["jit", "pynative"], indirect=True)
+def test_aux_of_a_batch_that_is_not_cut_is_returned_as_it_is(mode):
     """Also where it weighs nothing: there is nothing to average."""
     loss = TokenLoss(SUM)
 
     def forward_fn(x, y):
-        one = loss(x, y)
-        return (one if losses == 1 else (one, one)), x.max()
-
-    def weight_fn(x, y):
-        return tokens(x, y) if losses == 1 else (tokens(x, y), tokens(x, y))
+        return loss(x, y), x.max()
 
     with running(mode):
-        train_step = make_train_step(forward_fn, sgd(loss), 1, weight_fn=weight_fn, loss_reduction=SUM, losses=losses,
-                                     has_aux=True)
+        train_step = make_train_step(forward_fn, sgd(loss), 1, weight_fn=tokens, loss_reduction=SUM, has_aux=True)
         for labels in (TOKENS, NO_TOKEN):
             assert float(train_step(X, labels)[1]) == float(X.max())
 

@@ -1,4 +1,4 @@
-"""The drivers of `ms-accum selftest`, and those of a training with `mindspore.train.Model` or several losses."""
+"""The drivers of `ms-accum selftest`, and those of a training with `mindspore.train.Model`."""
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Callback, Model
 
@@ -16,8 +16,7 @@ class Driver(drivers.Driver):
     """A driver of an accumulator, as a context in which its calls are made.
 
     Args:
-        name: As there; or "ahead" (a step with several losses, which knows a window before it is trained), or "model",
-            each followed by how it runs.
+        name: As there; or "model", followed by how it runs.
         sink: Whether a model sinks its data.
         others: As there.
     """

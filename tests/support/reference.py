@@ -61,7 +61,6 @@ class Accumulation:
         self.optimizer, self.accumulate_step = optimizer, accumulate_step
         self.reduction, self.clip_norm, self.on_nonfinite = reduction, clip_norm, on_nonfinite
         self.zeros = [np.zeros_like(p) for p in self.parameters]  # a gradient
-        self.averages = self.parameters  # moving averages, which halve at each update
         self.window, self.measured = [], []
         self.mini_step = self.update_step = self.skipped = self.skipped_in_row = self.closed_windows = 0
         self.empty_windows = 0
@@ -161,7 +160,6 @@ class Accumulation:
             self.grad_norm = np.sqrt(sum((g ** 2).sum() for g in gradient))
             gradient = [g * np.minimum(1.0, self.clip_norm / (self.grad_norm + 1e-6)) for g in gradient]
         self.move(gradient)
-        self.averages = [(average + p) / 2 for average, p in zip(self.averages, self.parameters)]
         self.update_step += 1
         self.weight_of_updates += self.counted_weight
 

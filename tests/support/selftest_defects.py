@@ -18,8 +18,7 @@ from ms_accum.core.stages import AdjustedLossScale, LossScale, SkipWindow
 from ms_accum.core.window import Window
 from ms_accum.selftest import test_kernels
 from ms_accum.selftest.drivers import Driver
-from ms_accum.steps import pieces, several_losses
-from ms_accum.steps.several_losses import numbers_of
+from ms_accum.steps import pieces
 from ms_accum.steps.train_step import TrainStep
 from ms_accum.tensors import finite_sum, square_sum
 
@@ -160,10 +159,6 @@ DEFECTS = {
         [(pieces, "starts_of", lambda samples, pieces: [(0, 3), (2, 3)] if samples == 5 else [(0, 2)])],
         {"ragged windows"}, "ragged windows, train step, 2 pieces, float32", op_by_op=True,
         says="28 samples were counted, expected 24"),
-    "each loss is divided by the same": Defect(
-        [(several_losses, "numbers_of", lambda loss, weights, totals: numbers_of(loss, weights, totals * 0 + 3))],
-        {"several losses"},
-        "several losses, train step, float32", op_by_op=True),
     "pieces of a contrastive loss weigh the same": Defect(
         [(Window, "add", weighed_equally)], {"contrastive loss"}, "contrastive loss, cached, 2 pieces, float32",
         op_by_op=True),

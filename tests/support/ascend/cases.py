@@ -32,7 +32,6 @@ from ms_accum.core.boundary import compiled
 from ms_accum.core.kernels import Portable
 from ms_accum.distributed import exchange
 from ms_accum.steps.pieces import Whole
-from support.ascend import sharding
 from support.drivers import Driver
 from support.layers import Block, LazyBlock, Tied
 from support.scripts import module
@@ -133,19 +132,6 @@ def tokens(x):
 def amp_level(level):
     network = Named()
     train_network(amp.auto_mixed_precision(network, level), momentum(network.trainable_params()), rows(ms.float32))
-
-
-def several_losses():
-    network = Network()
-
-    def losses(x):
-        loss = network(x)
-        return loss, loss * 2
-
-    step = make_train_step(losses, decayed(network.trainable_params()), 1, losses=2)
-    with suppress(RuntimeError):  # the counters stay 0
-        step(rows())
-    close(step.accumulator)
 
 
 def driver_of(name, network, optimizer, weight_fn=None, **options):
@@ -429,12 +415,12 @@ CASES = {
     "token_sums_in_pieces": partial(train, weight_fn=tokens, loss_reduction="sum", pieces=3),
     "cell_of_sums": partial(driven, "cell-graph", weight_fn=tokens, loss_reduction="sum"),
     **{f"skip_{what}": partial(train, on_nonfinite=f"skip_{what}") for what in ("window", "microbatch")},
-    "noise_scale": lambda: train(noise_scale=GradientNoiseScale()),
+    "noise_scale": lambda: train(stages=(GradientNoiseScale(),)),
     "loss_scaler": lambda: train(ms.float16, loss_scaler=amp.DynamicLossScaler(2**10, 2, 100)),
     "sgd_in_bfloat16": partial(train, optimizer=lambda parameters: nn.SGD(parameters, 1e-3), layers=1),
     **{f"amp_{level}": partial(amp_level, level) for level in ("O1", "O2", "O3", "auto")},
     "by_hand": partial(driven, "hand-graph"), "op_by_op": partial(driven, "hand-pynative", ms.float32, momentum),
-    "cell": partial(driven, "cell-graph"), "sink": sink, "several_losses": several_losses, "grad_cache": grad_cache,
+    "cell": partial(driven, "cell-graph"), "sink": sink, "grad_cache": grad_cache,
     "language_model": language_model, "vit": vit, "vit_O2": partial(vit, "O2"), "resnet18": resnet18,
     "window": partial(ranks, sync="window"), "microbatch": partial(ranks, sync="microbatch"),
     "zero1": partial(ranks, zero=1), "zero2": partial(ranks, zero=2),
@@ -467,7 +453,7 @@ CASES = {
     "momentum_clipped": partial(in_float32, clip_norm=1.0), "adam": partial(memory, adam, ms.float32),
     "adam_clipped": partial(memory, adam, ms.float32, clip_norm=1.0), "memory_by_hand": memory_by_hand,
     "any_rows": partial(train, declared=(None, SIZE)), "any_length": partial(train, declared=(4, None, SIZE)),
-    "copies": memory_of_copies, **sharding.CASES,
+    "copies": memory_of_copies,
 }
 
 

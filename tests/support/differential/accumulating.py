@@ -9,7 +9,6 @@ from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.core.optimizers import divided_state, own_name
 from ms_accum.selftest.comparing import values
 from support.drivers import Driver, counters
-from support.pages import recipe
 
 from .networks import Transposed, Weighed, build_loss
 from .optimizers import build_optimizer, state_of
@@ -27,14 +26,6 @@ def mask_of(*piece):
     return piece[3].sum()
 
 
-def masks_of(*piece):
-    return piece[3].sum(), (piece[1][:, 0] == 0).sum()
-
-
-def masks_of_transposed(*piece):
-    return piece[3].sum(), (piece[1][0] == 0).sum()
-
-
 def once(*piece):
     return 1.0
 
@@ -47,8 +38,6 @@ def weight_fns_of(case):
         return (once,)
     if case.loss == "masked":
         return (mask_of,)
-    if case.loss == "pair":
-        return (masks_of_transposed if case.batch_axis else masks_of,)
     return {"samples": (None,), "number": (samples_of,), "tensor": (tensor_samples_of,),
             "mixed": (None, tensor_samples_of)}[case.weight]
 
@@ -72,15 +61,14 @@ class Accumulating:
             scale = 2.0**exponent
             self.scaler = amp.StaticLossScaler(scale) if kind == "static" else amp.DynamicLossScaler(scale, 2, *window)
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
-        self.average = recipe("train-step", "MovingAverage")(self.loss.trainable_params(), 0.5) if case.hook else None
         self.accumulator = Accumulator(
             self.optimizer, case.schedule, case.clip_norm, reduction=case.reduction, on_nonfinite=case.on_nonfinite,
-            buffer_dtype=getattr(ms, case.buffer_dtype or "", None), after_update=self.average,
-            noise_scale=self.noise_scale, loss_scaler=self.scaler, **options)
+            buffer_dtype=getattr(ms, case.buffer_dtype or "", None),
+            stages=() if self.noise_scale is None else (self.noise_scale,), loss_scaler=self.scaler, **options)
         self.driver = Driver(
             case.driver, self.accumulator, self._forward(), weight_fns_of(case), sink=bool(case.seed % 2),
             divisor=float(case.accumulate_step) if case.reduction == "sum" else 1.0,
-            batch_axis=case.batch_axis, pieces=case.pieces, losses=2 if case.ahead else 1, has_aux=case.aux,
+            batch_axis=case.batch_axis, pieces=case.pieces, has_aux=case.aux,
             loss_reduction=case.loss_reduction, has_weight=case.weight == "returned")
 
     def _forward(self):
@@ -109,18 +97,15 @@ class Accumulating:
     def train(self, batches, after=lambda loss, aux: None, last=False):
         """Train on microbatches, and call `after(loss, aux)` after each. `last`: whether the epoch ends with them."""
         def read(result):
-            """The loss, or both of a pair, and aux; or what a cell with a loss scaler says beside the loss."""
+            """The loss and aux; or what a cell with a loss scaler says beside the loss."""
             losses, aux = result if self.case.aux else (result, ())
             losses = losses if isinstance(losses, (tuple, list)) else (losses,)
-            numbers = np.array([float(loss.asnumpy()) for loss in losses])
-            loss, self.said = (numbers, []) if self.case.ahead else (numbers[0], [*numbers[1:]])
+            loss, *self.said = [float(loss.asnumpy()) for loss in losses]
             after(loss, self._turned(part.asnumpy() for part in aux or ()))
 
         batches = [self._turned(batch) for batch in batches]
         if self.driver.kind == "model":
             self.driver.epoch(batches, read, flush=last)
-        elif self.case.ahead and self.case.accumulate_step != 1:  # a single call is a window of its own
-            self.driver.epoch(batches, read)
         else:
             for batch in batches:
                 read(self.driver(*batch))
@@ -138,7 +123,6 @@ class Accumulating:
         return {
             "counters": counters(accumulator), "grad_norm": float(accumulator.grad_norm),
             "parameters": values(self.loss.trainable_params()), "state": self._whole_state(),
-            "averages": values(self.average.averages) if self.average else None,
             "noise": noise and [noise.noise, noise.gradient_squared],
             "scaler": scaler and [float(scaler.scale_value), int(getattr(scaler, "counter", 0))]}
 

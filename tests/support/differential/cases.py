@@ -9,13 +9,12 @@ from ms_accum import until_weight
 from .networks import FEATURES, FLOAT32_LEVELS, FRONTS, LEVELS, LOSSES, NORMS, WORDS, outputs
 from .optimizers import COMPILED_ONLY, LINEAR, NN, OPTIMIZERS, SCALE_FREE
 
-COMPILED = ("hand-jit", "step", "ahead", "cell-graph", "model-graph")
-OP_BY_OP = ("hand-pynative", "step-pynative", "ahead-pynative", "cell-pynative", "model-pynative", "backward-pynative")
-DECLARED = ("step", "ahead", "cell-graph")  # take declared shapes
+COMPILED = ("hand-jit", "step", "cell-graph", "model-graph")
+OP_BY_OP = ("hand-pynative", "step-pynative", "cell-pynative", "model-pynative")
+DECLARED = ("step", "cell-graph")  # take declared shapes
 BY_HAND = ("hand", "backward")
 DRIVERS = (*COMPILED, *OP_BY_OP)
-WITH_AXIS = ("step", "ahead", "cell")  # take samples along another axis
-STEPS = ("step", "ahead")  # evaluate, and set a rate
+WITH_AXIS = ("step", "cell")  # take samples along another axis
 # MindSpore 2.10 on CPU fails by itself on these, or computes a gradient of 0.
 BROKEN = {("mha", "O1"), *(("lstm", level) for level in ("O2", "O3", "to_float", "half"))}
 WINDOWS = (1, 2, 3, ((0, 2), (1, 1), (2, 3)), ("until", 14.0, 4))
@@ -28,7 +27,7 @@ PLAIN = {
     "level": "none", "front": "dense", "norm": "none", "backward_clip": False, "loss": "mean", "factor": 1.0,
     "optimizer": "nn.Momentum", "groups": False, "rates": "number", "reduction": "mean", "accumulate_step": 2,
     "clip_norm": None, "pieces": 1, "weight": "samples", "scaler": None, "on_nonfinite": "apply", "noise_scale": False,
-    "event": "none", "nonfinite_at": None, "load_into": "fresh", "shapes": (6, 6), "count": 7, "seed": 1, "hook": False,
+    "event": "none", "nonfinite_at": None, "load_into": "fresh", "shapes": (6, 6), "count": 7, "seed": 1,
     "aux": False, "buffer_dtype": None, "empty_at": None, "batch_axis": 0, "loss_reduction": "mean", "declared": False,
     "evaluate_at": None, "rate_at": None}
 
@@ -41,15 +40,13 @@ def near_plain(choose):
     """A Case in which a few things are drawn and the rest is plain, as in most scripts."""
     driver = choose(DRIVERS)
     free = {choose(sorted(PLAIN)) for _ in range(4)} | {"accumulate_step", "shapes", "count", "seed"}
-    if driver.startswith("ahead"):  # two losses, with weights of their own
-        free |= {"loss", "weight", "level"}
     return compose(choose, driver=driver, **{name: value for name, value in PLAIN.items() if name not in free})
 
 
 class Case(namedtuple("Case", (
         "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates",
         "reduction", "accumulate_step", "clip_norm", "pieces", "weight", "scaler", "on_nonfinite", "noise_scale",
-        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "hook", "aux", "buffer_dtype", "sync",
+        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "aux", "buffer_dtype", "sync",
         "batch_axis", "loss_reduction", "declared", "evaluate_at", "rate_at"))):
     """One run. Everything random in it comes from `seed`. `sync`: how several ranks exchange (`ranks.py`).
 
@@ -66,11 +63,6 @@ class Case(namedtuple("Case", (
     @property
     def by_hand(self):
         return self.driver.startswith(BY_HAND)
-
-    @property
-    def ahead(self):
-        """Whether windows are weighed before they are trained."""
-        return self.driver.startswith("ahead")
 
     @property
     def exact(self):
@@ -129,11 +121,8 @@ class Case(namedtuple("Case", (
         return [(piece, self.weight_of(piece)) for piece in pieces]
 
     def weight_of(self, piece):
-        """Of a pair, two weights."""
         if self.loss == "masked":
             return float(piece[3].sum())
-        if self.loss == "pair":
-            return np.array([piece[3].sum(), (piece[1][:, 0] == 0).sum()], float)
         if self.reduction == "sum":
             return 1.0
         return len(piece[0]) * self.row_weight
@@ -158,22 +147,16 @@ def compose(choose, **fixed):
 
     pick("sync", (None,))
     driver = pick("driver", DRIVERS)
-    ahead = driver.startswith("ahead")
-    level = pick("level", LEVELS if not ahead else FLOAT32_LEVELS)
+    level = pick("level", LEVELS)
     compiled, by_hand = driver in COMPILED, driver.startswith(BY_HAND)
     exact = level in FLOAT32_LEVELS
     optimizer = pick("optimizer", _optimizers(level, compiled))
     scale_free = optimizer in SCALE_FREE
     # The gradient of a bias of keys is 0 but for its rounding.
-    scale_free = scale_free or (ahead and optimizer not in LINEAR)
     front = pick("front", [f for f in FRONTS if (f, level) not in BROKEN and not (scale_free and f == "mha")])
-    # Two losses are for the step that knows a window before; rounding to 16 bits is bounded for one loss only.
-    losses = [kind for kind in LOSSES if not (front == "tied" and kind == "mse") and kind != "pair"]
-    loss = pick("loss", ("pair",) if ahead else losses)
+    loss = pick("loss", [kind for kind in LOSSES if not (front == "tied" and kind == "mse")])
     pick("norm", NORMS)
-    # `backward` takes no layer with a `bprop` (MindSpore 2.10).
-    clippable = loss in ("mean", "smoothed") and not driver.startswith("backward")
-    backward_clip = pick("backward_clip", (False, False, True) if clippable else (False,))
+    backward_clip = pick("backward_clip", (False, False, True) if loss in ("mean", "smoothed") else (False,))
     extreme = exact and optimizer in LINEAR and loss != "mse"
     factor = pick("factor", (1.0, 1.0, 1.0, 1e-12, 1e12) if extreme else (1.0,))
     pick("groups", (False, False, True) if optimizer != "nn.FTRL" else (False,))
@@ -184,12 +167,12 @@ def compose(choose, **fixed):
     # The 1e-6 in the clip formula is not small beside a tiny norm.
     small = 1.0 if factor < 1 else unit * (0.5 if level == "half" else 0.1)
     pick("clip_norm", (None, small, 100.0 * unit if factor >= 1 else 1e-6, float("inf")))
-    pieces = pick("pieces", (1, 2, 3) if driver.split("-")[0] in ("step", "ahead") else (1,))
+    pieces = pick("pieces", (1, 2, 3) if driver.startswith("step") else (1,))
     mixed = () if driver.startswith("model") else ("mixed",)  # numbers and Tensors in turn
-    returned = () if by_hand or ahead else ("returned",)  # by forward_fn
-    own = ("tensor",) if loss in ("masked", "pair") else ("samples", "number", "tensor", *mixed)
+    returned = () if by_hand else ("returned",)  # by forward_fn
+    own = ("tensor",) if loss == "masked" else ("samples", "number", "tensor", *mixed)
     pick("weight", (*own, *returned))
-    on_nonfinite = pick("on_nonfinite", [policy for policy in POLICIES if not (ahead and policy == "skip_microbatch")])
+    on_nonfinite = pick("on_nonfinite", POLICIES)
     pick("scaler", _scalers(exact, backward_clip or on_nonfinite == "skip_microbatch" or factor > 1))
     narrow = front == "dense" and loss == "mse" and not backward_clip
     least = 4 * pieces if backward_clip else 2
@@ -199,9 +182,9 @@ def compose(choose, **fixed):
     pick("loss_reduction", ("mean", "sum") if summable else ("mean",))
     # Each graph takes seconds to compile: anew for each shape, after a load and after an error.
     events = ("none", "save", "error", "shapes") if compiled else ("none", "save", "error", "both")
-    event = pick("event", ("none", "shapes") if ahead else events)
+    event = pick("event", events)
     nonfinite_at = pick("nonfinite_at", (None, None, None, None, 1, 2, 3))
-    measurable = reduction == "mean" and exact and nonfinite_at is None and not large and loss != "pair"
+    measurable = reduction == "mean" and exact and nonfinite_at is None and not large
     pick("noise_scale", (False, True) if measurable else (False,))
     # Not both in one batch: a piece that is skipped before the error counts, and the reference has no pieces.
     errors = tuple(i for i in (2, 3) if i != nonfinite_at)
@@ -217,8 +200,7 @@ def compose(choose, **fixed):
     one, other = pick("shapes", shapes)
     count = pick("count", (6, 7, 8))
     pick("seed", range(1000))
-    pick("hook", (False, True))
-    pick("aux", (False, True) if driver.split("-")[0] in ("step", "ahead") else (False,))
+    pick("aux", (False, True) if driver.startswith("step") else (False,))
     narrower = () if exact or loss == "mse" else ("float16",)
     pick("buffer_dtype", (None, None, "float32", "float64", *narrower))
     # Without rows.
@@ -227,7 +209,7 @@ def compose(choose, **fixed):
     pick("sizes", [tuple(0 if i == empty_at else size for i, size in enumerate(sizes))])
     pick("batch_axis", (0, 0, 1) if driver.startswith(WITH_AXIS) else (0,))
     pick("declared", (False, True) if driver in DECLARED and sizes.count(sizes[0]) < len(sizes) else (False,))
-    steps = driver.split("-")[0] in STEPS
+    steps = driver.startswith("step")  # which evaluate, and set a rate
     pick("evaluate_at", (None, 0, 3) if steps else (None,))
     # What a load sets again is set before the save.
     places = range(4 if values["save_at"] is None else values["save_at"])

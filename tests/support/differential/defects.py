@@ -15,10 +15,9 @@ from ms_accum.core import window as window_of_core
 from ms_accum.core.boundary import require_whole
 from ms_accum.core.stages import SkipMicrobatch
 from ms_accum.core.window import Window
-from ms_accum.steps import several_losses, train_step
-from ms_accum.steps.batch import Loss, divisor, starts_of
-from ms_accum.steps.pieces import End, Pieces, counted
-from ms_accum.steps.several_losses import WeighedPieces
+from ms_accum.steps import train_step
+from ms_accum.steps.batch import Loss, starts_of
+from ms_accum.steps.pieces import End, Pieces
 from ms_accum.tensors import square_sum
 
 from .cases import compose
@@ -42,7 +41,7 @@ def everywhere(function, other):
 # What is replaced. Names of their own: a method that calls a function of its own name recurses without end in a graph.
 _add, _alone, _apply, _empty, _adopt = Window.add, Window.update_alone, Window.update_with, Window.empty, Window.adopt
 _restored, _judged = vars(Window)["_restored"], vars(Window)["_judged"]
-_scaled, _gradients_of, _end, _train_weighed = Loss.scaled, Loss.gradients_of, End.__call__, WeighedPieces.__call__
+_scaled, _gradients_of, _end = Loss.scaled, Loss.gradients_of, End.__call__
 _placed, _weigh = vars(optimizers)["_placed_state"], SkipMicrobatch.weigh
 _evaluated, _set_rates, _differentiated = Pieces.evaluated, optimizers.set_rates, Loss.differentiated
 _options = optimizers.options_of_groups
@@ -115,8 +114,6 @@ def counted_under_a_name(self, window):
         factor = ops.depend(factor, step)
     self.count_seen(window["weight"])
     self.optimizer(self.of_copies.scale(factor, window["gradients"], self.dtypes))
-    for hook in self.hooks:
-        hook()
     ops.assign_add(self.closed_windows, 1)
 
 
@@ -159,20 +156,11 @@ def weight_is_one(self, rows, piece, begins):
     return found
 
 
-def counted_undivided(value, weight):
-    return counted(value * divisor(weight), weight)
-
-
-def divided_by_the_first(self, totals, weights, *batch):
-    return _train_weighed(self, totals * 0 + totals[0], weights, *batch)
-
-
 # Evaluation and rates.
 
 def mean_of_batches(self, *batch):
-    totals = _evaluated(self, *batch)
-    counts = totals[self.losses:]
-    return np.concatenate([totals[:self.losses] / np.where(counts == 0, 1.0, counts), counts != 0])
+    total, count = _evaluated(self, *batch)
+    return np.array([total / (count or 1.0), count != 0])
 
 
 def first_rate_for_all(optimizer, given):
@@ -245,9 +233,6 @@ DEFECTS = {
         {"driver": ["step-pynative", "cell-pynative", "step"], "weight": "returned", "event": "shapes",
          "accumulate_step": 3, "pieces": 1},
         (Replaced(Loss, "gradients_of", weight_is_one),)),
-    "the losses of a sum are not divided by their counts": (
-        {"driver": "ahead-pynative", "loss": "pair", "scaler": None, "weight": "tensor", "loss_reduction": "sum"},
-        (Replaced(several_losses, "counted", counted_undivided),)),
     "a graph drops the count of updates": (
         {"driver": "step", "accumulate_step": 1, "clip_norm": None, "scaler": None, "pieces": 1},
         (Replaced(Window, "update_with", counted_under_a_name),)),
@@ -262,10 +247,6 @@ DEFECTS = {
     "a graph keeps the rate": (
         {"driver": "step", "optimizer": "mint.SGD", "rate_at": 1, "accumulate_step": 2},
         everywhere(optimizers.options_of_groups, options_without_rates)),
-    "all losses are divided by the count of the first": (
-        {"driver": "ahead-pynative", "loss": "pair", "pieces": [1, 2], "scaler": None, "weight": "tensor",
-         "accumulate_step": 3},
-        (Replaced(WeighedPieces, "__call__", divided_by_the_first),)),
 }
 PUT_BACK = [name for name, (_, changes) in DEFECTS.items() if changes]
 

@@ -9,7 +9,7 @@ from support.layers import amp_at
 FEATURES, HIDDEN, WORDS = 8, 8, 6
 FRONTS = ("dense", "conv", "lstm", "attention", "mha", "tied")
 NORMS = ("none", "layer", "group", "batch")
-LOSSES = ("mean", "smoothed", "masked", "mse", "pair")
+LOSSES = ("mean", "smoothed", "masked", "mse")
 FLOAT32_LEVELS = ("none", "O0")
 AMP_LEVELS = ("O0", "O1", "O2", "O3", "auto")
 LEVELS = ("none", *AMP_LEVELS, "to_float", "half")
@@ -117,18 +117,13 @@ class Loss(nn.Cell):
         output = self.network(x.astype(self.dtype), ids).astype(ms.float32)
         if self.kind == "mse":
             loss = ops.square(output - target).mean()
-        elif self.kind in ("masked", "pair"):
+        elif self.kind == "masked":
             loss = (self.each(output, target) * mask).sum()
             loss = loss / mask.sum() if self.per_row is None else loss
         else:
             loss = self.mean(output, target)
-        if self.per_row is not None and self.kind not in ("masked", "pair"):
+        if self.per_row is not None and self.kind != "masked":
             loss = loss * (self.per_row * mask.shape[0])
-        if self.kind == "pair":
-            # A mean over about a sixth of the rows, none at all now and then.
-            chosen = (ids[:, 0] == 0).astype(ms.float32)
-            count = chosen.sum() if self.per_row is None else 1.0
-            return loss * self.factor, (ops.square(output).sum(-1) * chosen).sum() / count * self.factor
         return loss * self.factor
 
 

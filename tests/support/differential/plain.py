@@ -48,8 +48,8 @@ class Plain(reference.Undivided):
 
     @property
     def weight_sum(self):
-        """The weights in the window; of a pair, their means."""
-        return float(sum(np.mean(weight) for weight, _ in self.window))
+        """The weights in the window."""
+        return float(sum(weight for weight, _ in self.window))
 
     def microbatch(self, batch):
         """Take a microbatch. Return its loss, and what it has beside."""
@@ -57,26 +57,24 @@ class Plain(reference.Undivided):
         self.add_pieces(pieces)
         if not len(batch[0]):
             return 0.0, ()
-        if self.case.pieces == 1 and not self.case.ahead:
+        if self.case.pieces == 1:
             loss = self.value(batch) if pieces[0][1] or self.case.by_hand else 0.0
         else:
             total = sum(weight for _, weight in pieces)
-            weighed = [w * np.where(np.equal(w, 0), 0.0, self.value(piece)) for piece, w in pieces]
-            loss = sum(weighed) / np.where(total == 0, 1.0, total)
-        counts = np.array([np.ravel(weight)[0] for _, weight in pieces], float)
+            loss = sum(w * self.value(piece) for piece, w in pieces if w) / (total or 1.0)
+        counts = np.array([weight for _, weight in pieces], float)
         counts = counts if self.case.pieces > 1 and counts.any() else np.ones(len(pieces))
         return loss, (batch[1], batch[3], np.average([piece[3].mean() for piece, _ in pieces], weights=counts))
 
     def value(self, batch):
         with running("pynative"):
-            loss = self.loss(*map(Tensor, batch))
-            return np.array([float(one) for one in loss]) if isinstance(loss, tuple) else float(loss.asnumpy())
+            return float(self.loss(*map(Tensor, batch)).asnumpy())
 
     def evaluated(self):
         """The loss of the undivided data of an evaluation; None if some weight is 0, or it diverges."""
         whole = tuple(map(np.concatenate, zip(*self.case.evaluation())))
-        loss = self.value(whole) if np.all(self.case.weight_of(whole)) else np.inf
-        return loss if np.max(np.abs(loss)) < DIVERGED * self.case.factor else None
+        loss = self.value(whole) if self.case.weight_of(whole) else np.inf
+        return loss if abs(loss) < DIVERGED * self.case.factor else None
 
     def multiply_rate(self, factor):
         multiply_rates(self.optimizer, factor)
@@ -91,15 +89,11 @@ class Plain(reference.Undivided):
         self.run_optimizer = ms.jit(run) if self.case.optimizer in COMPILED_ONLY else optimizer
 
     def gradients_of(self, piece):
-        """Of the mean loss of a batch (of a pair, of the sum of those that are means over something).
-
-        As it comes out of MindSpore for a loss times the scale.
-        """
-        counted, scale = np.flatnonzero(self.case.weight_of(piece)).tolist(), self.scale
+        """Of the mean loss of a batch, as it comes out of MindSpore for a loss times the scale."""
+        scale = self.scale
 
         def scaled_loss(*batch):
-            loss = self.loss(*batch)
-            return (loss if not self.case.ahead else sum(loss[i] for i in counted)) * scale
+            return self.loss(*batch) * scale
 
         with running("pynative"):
             _, gradients = ms.value_and_grad(scaled_loss, None, self.optimizer.parameters)(*map(Tensor, piece))

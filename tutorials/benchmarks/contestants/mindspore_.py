@@ -172,28 +172,6 @@ def ms_accum_budget(start: Start) -> Way:
     return Way(call)
 
 
-def ms_accum_losses(start: Start) -> Way:
-    """As two losses, each half of it. A window is known before it is trained: a call trains a whole one."""
-    forward_fn = start.forward_fn
-
-    def halves(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        loss = forward_fn(x, y)
-        return loss * 0.5, loss * 0.5
-
-    acc, held = Accumulator(start.optimizer, start.pieces, reduction="mean"), []
-    step = make_train_step(halves, acc, losses=2)
-
-    def call(x: Tensor, y: Tensor) -> Tensor:
-        held.append((x, y))
-        if len(held) < start.pieces:
-            return Tensor(0.0)
-        *_, losses = step.epoch(held)
-        held.clear()
-        return losses[0]
-
-    return Way(call, tuple(acc.parameters))
-
-
 def ms_accum_pieces(start: Start) -> Way:
     """Cut each microbatch if the case says into how many pieces, or else the window as one batch."""
     return _ours(start, start.pieces, start.cut) if start.cut > 1 else _ours(start, 1, start.pieces, whole_window=True)
@@ -325,8 +303,7 @@ CONTESTANTS = {name: partial(MindSpore, way) for name, way in {
     "ms_accum-sums": partial(ms_accum_weights, is_sum=True),
     "ms_accum-weights": partial(ms_accum_weights, is_sum=False),
     "ms_accum-budget": ms_accum_budget,
-    "ms_accum-losses": ms_accum_losses,
-    "ms_accum-noise-scale": lambda start: ms_accum(start, noise_scale=GradientNoiseScale()),
+    "ms_accum-noise-scale": lambda start: ms_accum(start, stages=(GradientNoiseScale(),)),
     "ms_accum-clip": partial(ms_accum, clip_norm=1e9),
     "ms_accum-skip-window": partial(ms_accum, on_nonfinite="skip_window"),
     "ms_accum-skip-microbatch": partial(ms_accum, on_nonfinite="skip_microbatch"),

@@ -7,7 +7,7 @@ from case import Case
 from harness import REFEREE, Group, Suite, referee_of
 
 CONTESTANTS = ("tutorial", "ms_accum", "ms_accum-again", "ms_accum-sums", "ms_accum-weights", "ms_accum-budget",
-               "ms_accum-losses", "ms_accum-noise-scale", "ms_accum-clip", "ms_accum-skip-window",
+               "ms_accum-noise-scale", "ms_accum-clip", "ms_accum-skip-window",
                "ms_accum-skip-microbatch")
 
 
