@@ -21,121 +21,58 @@ from mindspore import ops
 NEWEST = (2, 10)  # the newest MindSpore on which all tests were run
 
 
-# Tells what runs op by op from what is compiled. Without it, a `constexpr` does, which gets None for a number that a
-# graph computes; op by op, it waits for the device.
-try:
-    from mindspore.ops import isconstant
-except ImportError:
-    _is_known = ops.constexpr(lambda number: number is not None, check=False)
-
-    def isconstant(value: Any) -> bool:
-        """Return whether a number, or the elements of a Tensor, are known."""
-        return _is_known(float(value.reshape(-1)[0].astype(ms.float32)) if isinstance(value, ms.Tensor) else value)
-
-# Lets a step raise a clear error inside a compiled function. Without it, MindSpore says there that `require_python` is
-# invalid.
-try:
-    from mindspore.ops import PrimitiveWithInfer
-except ImportError:
-    PrimitiveWithInfer = ops.Primitive
-
-# Clears buffers in place on Ascend. Without it, the portable kernel does.
-try:
-    from mindspore.ops.auto_generate import InplaceZero
-except ImportError:
-    InplaceZero = None
-
-# Makes buffers without memory. Without it, they get memory at once, not in the first call.
-try:
-    from mindspore.nn.utils import no_init_parameters
-except ImportError:
-    no_init_parameters = nullcontext
-
-# The base of schedules. Without it, no error says before the update that a list of learning rates is used up, and ranks
-# do not compare the values of schedules, but still their numbers.
-try:
-    from mindspore.nn.learning_rate_schedule import LearningRateSchedule
-except ImportError:
-    LearningRateSchedule = ()  # of which nothing is an instance
-
-# Lengths that are multiples of a number, in declared shapes. Without it, they are any length.
-try:
-    from mindspore import Symbol
-except ImportError:
-    Symbol = None
-
-# The classes of datasets. Without one of them, no error says that a dataset has no batch operation, or should skip.
-try:
-    from mindspore.dataset.engine.datasets import (
-        BatchDataset,
-        BucketBatchByLengthDataset,
-        Dataset,
-        FilterDataset,
-        PaddedBatchDataset,
-        SourceDataset,
-    )
-except ImportError:
-    BatchDataset = BucketBatchByLengthDataset = Dataset = FilterDataset = PaddedBatchDataset = SourceDataset = ()
-
-# The iterator of a dataset. Without it, the same error is not raised for an iterator.
-try:
-    from mindspore.dataset.engine.iterators import Iterator as DatasetIterator
-except ImportError:
-    DatasetIterator = ()
-
-# The counts of functional random operators. Without them, a check of a network does not put them back.
-try:
-    from mindspore.common.seed import _KERNEL_SEED as KERNEL_SEEDS
-except ImportError:
-    KERNEL_SEEDS = {}
-
-# MindSpore's own parallel modes. Without a name, what it detects is not: nothing counts as sharded or synchronised.
-try:
-    from mindspore import get_auto_parallel_context
-except ImportError:
-    def get_auto_parallel_context(_: str) -> str:
-        """Return the mode in which nothing is sharded."""
-        return "stand_alone"
-
-try:
-    from mindspore.parallel.auto_parallel import AutoParallel
-except ImportError:
-    AutoParallel = ()
-
-try:
-    from mindspore.parallel.distributed import DistributedDataParallel
-except ImportError:
-    DistributedDataParallel = ()
-
-# Ranks. Without one of these, one device trains, and an accumulator raises an error if several ranks were started.
-try:
-    from mindspore.communication import (
-        GlobalComm,
-        create_group,
-        get_group_size,
-        get_local_rank_size,
-        get_rank,
-        init,
-    )
-except ImportError:
-    class GlobalComm:  # type: ignore[no-redef]
-        """Say that there are ranks if several were started, so that their number is asked for."""
-
-        INITED = any(int(environ.get(name) or 1) > 1 for name in ("MS_WORKER_NUM", "RANK_SIZE", "OMPI_COMM_WORLD_SIZE"))
-        WORLD_COMM_GROUP = ""
-
-    def get_rank(*_: Any) -> NoReturn:
-        """Raise RuntimeError."""
-        raise RuntimeError(f"several ranks were started, but MindSpore {ms.__version__} lacks a name of "
-                           "mindspore.communication that ms_accum needs for them; train on one device, or install "
-                           f"MindSpore {'.'.join(map(str, NEWEST))}")
-
-    create_group = get_group_size = get_local_rank_size = init = get_rank
+def found(module: str, name: str, instead: Any) -> Any:
+    """Return what a module of MindSpore calls `name`; if it lacks that, `instead`."""
+    try:
+        return getattr(import_module(module), name, instead)
+    except ImportError:
+        return instead
 
 
-# Op by op, an update must not be recorded for a backward pass: AdamWeightDecay changes nothing then (2.10). Without it,
+def is_a(value: Any, *names: str) -> bool:
+    """Return whether a class of a value, or a base of it, is one of MindSpore's with one of these names."""
+    return any(kind.__name__ in names and kind.__module__.startswith("mindspore.") for kind in type(value).__mro__)
+
+
+def _marked(cls: Any) -> Any:
+    cls.__ms_class__ = True  # what graph mode looks for up to 2.10; where it looks for none, classes need no mark
+    return cls
+
+
+_is_known = ops.constexpr(lambda number: number is not None, check=False)
+
+
+def _isconstant(value: Any) -> bool:  # op by op, it waits for the device
+    return _is_known(float(value.reshape(-1)[0].astype(ms.float32)) if isinstance(value, ms.Tensor) else value)
+
+
+def _no_rank(*_: Any) -> NoReturn:
+    raise RuntimeError(f"several ranks were started, but MindSpore {ms.__version__} lacks a name of "
+                       "mindspore.communication that ms_accum needs for them; train on one device, or install "
+                       f"MindSpore {'.'.join(map(str, NEWEST))}")
+
+
+_STARTED = any(int(environ.get(name) or 1) > 1 for name in ("MS_WORKER_NUM", "RANK_SIZE", "OMPI_COMM_WORLD_SIZE"))
+# What each is for, unless its name says so; what happens without it.
+jit_class = found("mindspore", "jit_class", _marked)  # marks classes that graphs may use
+isconstant = found("mindspore.ops", "isconstant", _isconstant)  # tells what runs op by op from what is compiled
+# For an error inside a compiled function; without it, MindSpore says that `require_python` is invalid.
+PrimitiveWithInfer = found("mindspore.ops", "PrimitiveWithInfer", ops.Primitive)
+InplaceZero = found("mindspore.ops.auto_generate", "InplaceZero", None)  # without it, the portable kernel clears
+no_init_parameters = found("mindspore.nn.utils", "no_init_parameters", nullcontext)  # buffers get memory at once
+Symbol = found("mindspore", "Symbol", None)  # multiples of a number in declared shapes; without it, any length
+KERNEL_SEEDS = found("mindspore.common.seed", "_KERNEL_SEED", {})  # a check does not put back random operators' counts
+get_auto_parallel_context = found("mindspore", "get_auto_parallel_context", lambda _: "")  # no error says it shards
+# Without one of these, one device trains, and several ranks raise an error.
+GlobalComm = found("mindspore.communication", "GlobalComm", SimpleNamespace(INITED=_STARTED, WORLD_COMM_GROUP=""))
+create_group = found("mindspore.communication", "create_group", _no_rank)
+get_group_size = found("mindspore.communication", "get_group_size", _no_rank)
+get_local_rank_size = found("mindspore.communication", "get_local_rank_size", _no_rank)
+get_rank = found("mindspore.communication", "get_rank", _no_rank)
+init = found("mindspore.communication", "init", _no_rank)
+# Op by op, an update must not be recorded for a backward pass (AdamWeightDecay changes nothing then, 2.10). Without it,
 # it may be, after an error in a function whose gradient MindSpore takes.
-unrecorded = getattr(ms, "_no_grad", nullcontext)
+unrecorded = found("mindspore", "_no_grad", nullcontext)
 
 
 def address_of(parameter: Any) -> int:
@@ -160,10 +97,9 @@ def is_read_to_be_counted(dataset: Any) -> bool:
             or any(map(is_read_to_be_counted, getattr(dataset, "children", ()))))
 
 
-def is_skipping(dataset: Any, count: int) -> bool:
-    """Return whether a dataset skips so many items."""
-    return ((type(dataset).__name__ == "SkipDataset" and dataset.count == count)
-            or any(is_skipping(child, count) for child in getattr(dataset, "children", ())))
+def is_skipping(dataset: Any) -> bool:
+    """Return whether a dataset skips its first items."""
+    return is_a(dataset, "SkipDataset") or any(map(is_skipping, getattr(dataset, "children", ())))
 
 
 def dynamic_inputs(function: Any) -> dict[Any, Any]:

@@ -62,15 +62,14 @@ class GradientNoiseScale(Stage):
     """
 
     measures = 2
-    takes_slices = True
 
     def __init__(self, decay: float = 0.99) -> None:
         self.decay = number("decay", decay, lambda decay: 0 < decay <= 1, "a number with 0 < decay <= 1",
                             "1 takes plain means")
         self._totals = state_parameter("noise_scale.totals", (3,), ms.float32)  # of S, of G^2, of what windows count
-        self._sizes = state_parameter("noise_scale.sizes", (2,), ms.float32)  # weight, and microbatches of one rank
+        self._sizes = state_parameter("noise_scale.sizes", (2,), ms.float32)  # weight, and microbatches
         self._counts = state_parameter("noise_scale.counts", (2,), ms.int32)  # windows measured; since then, others
-        self.run_state, self.groups = (self._totals, self._sizes, self._counts), 1
+        self.state = (self._totals, self._sizes, self._counts)
 
     @property
     def noise(self) -> float:
@@ -84,7 +83,7 @@ class GradientNoiseScale(Stage):
 
     @property
     def microbatch_weight(self) -> float:
-        """Return the mean weight of one microbatch, summed over the ranks; NaN before the first window."""
+        """Return the mean weight of one microbatch; NaN before the first window."""
         return _ratio(self._sizes.asnumpy())
 
     @property
@@ -100,39 +99,38 @@ class GradientNoiseScale(Stage):
 
     def reset(self) -> None:
         """Forget all closed windows; the open window continues."""
-        for parameter in self.run_state:
+        for parameter in self.state:
             ops.assign(parameter, ops.zeros_like(parameter))
 
-    def bind(self, prefix: str, groups: int) -> None:
+    def bind(self, prefix: str) -> None:
         """See `Stage`. Raise ValueError if it belongs to another accumulator."""
         if self._totals.name != "noise_scale.totals":
             raise ValueError("the noise_scale belongs to another accumulator, whose windows it measures; give each "
                              "accumulator its own")
-        self.groups = groups
-        super().bind(prefix, groups)
+        super().bind(prefix)
 
-    def measure(self, gradients: Gradients, weight: Scalar) -> Numbers:
+    def measure(self, gradients: Gradients, factor: Scalar, weight: Scalar) -> Numbers:
         """See `Stage`. Return the spread, and 1, or 0 if the weight is 0."""
         if not isinstance(weight, Tensor) and weight == 0:
             return 0.0, 0.0
-        spread = ops.square(global_norm(gradients)) * weight
+        spread = ops.square(global_norm(gradients, factor)) * weight
         if not isinstance(weight, Tensor):
             return spread, 1.0
         present = weight != 0
         return ops.where(present, spread, Tensor(0.0, ms.float32)), present.astype(ms.float32)
 
-    def on_update(self, window: dict[str, Any], measured: Numbers) -> None:
+    def on_update(self, window: dict[str, Any]) -> None:
         """See `Stage`."""
-        (spread, count), weight = measured, window["weight"]
+        spread, count, weight = window["measured"][0], window["measured"][1], window["weight"]
         others = count - 1.0  # type: Tensor
         squares = square_sum(window["gradients"], window["unit"] / weight)
-        squared = ops.square(norm_of(self.exchange.over_slices(squares)))
+        squared = ops.square(norm_of(self.exchange.over(squares)))
         noise = spread - weight * squared
         estimates = as_vector((noise, others * squared - noise / weight, others))
         # A NaN would stay in the means for ever.
         informative = ops.logical_and(others > 0, ops.isfinite(estimates.sum()))
         ops.assign(self._totals, ops.where(informative, self._totals * self.decay + estimates, self._totals))
-        ops.assign(self._sizes, self._sizes * self.decay + as_vector((weight, window["microbatches"] / self.groups)))
+        ops.assign(self._sizes, self._sizes * self.decay + as_vector((weight, count)))
         one = (others > 0).astype(ms.int32)
         counts = self._counts + 0
         ops.assign(self._counts, ops.stack((counts[0] + one, (counts[1] + 1) * (1 - one))))

@@ -11,8 +11,8 @@ from typing import Any, Optional
 import mindspore as ms
 
 from ..arguments import instance_of
-from ..core.accumulator import Accumulator
-from ..core.boundary import compiled
+from ..core.boundary import Boundary
+from ..core.graphs import straight
 from ..runtime import synchronize
 from .process import in_a_process, is_dry_run, pickled
 
@@ -78,12 +78,14 @@ def peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) -
     """
     (step, built), dry = made_step(make_step, device_target, microbatch), is_dry_run(device_target)
     if dry:
-        instance_of("what make_step returns after the step", getattr(built, "accumulator", built), Accumulator,
+        instance_of("what make_step returns after the step", getattr(built, "boundary", None), Boundary,
                     "the train step, cell or Accumulator that it built", "for a dry run, return step, train_step")
     step()
-    if dry and not getattr(built, "updated", False):  # it is true after a window of one microbatch
-        # Before the other steps: the optimizer's state is in memory from the first update on.
-        _update_with(getattr(built, "accumulator", built))
+    if dry and not built.boundary.is_closed:
+        # Before the other steps: the optimizer's state is in memory from the first update on. In a dry run, the count
+        # of microbatches reads as 0, so no window is ever full.
+        straight(built.boundary.window.close, built.boundary.window)()
+        built.boundary.missing = None
     for _ in range(steps - 1):
         step()
     synchronize()
@@ -101,10 +103,3 @@ def idle_memory(make_step: MakeStep) -> int:
 def _idle(make_step: bytes) -> None:
     pickle.loads(make_step)  # imports its module
     (ms.Tensor(1.0) + 1.0).asnumpy()  # starts MindSpore's runtime
-
-
-def _update_with(accumulator: Accumulator) -> None:
-    """Update: in a dry run, the count of microbatches reads as 0, so no window is ever full."""
-    window, boundary = accumulator.window, accumulator.boundary
-    compiled(window.close_with_update)()
-    boundary.forget()

@@ -22,7 +22,6 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ..steps.batch import checked_loss, layout, select_rows, starts_of
-from ..steps.errors import ask_about_piece
 from ..tensors import FLOATS, HALF, as_weight
 from .isolation import casts_inside, tensors_in
 
@@ -100,7 +99,8 @@ class Division:
         try:
             return function(self.pieces[place], restored)
         except Exception as error:
-            ask_about_piece(error, place, len(self.pieces), runs_whole=True)
+            error.args = (f"{error}\nforward_fn failed on piece {place + 1} of {len(self.pieces)} and runs on the "
+                          "whole batch: does it use row numbers or the batch's length?", *error.args[1:])
             raise
 
     def run(self, inputs: tuple, restored: bool = True) -> tuple[Any, Calls]:

@@ -6,17 +6,17 @@ from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any, Optional, Union
 
+import mindspore as ms
 import numpy as np
-from mindspore import Tensor, amp, nn
+from mindspore import Tensor, amp, nn, ops
 
 from ..arguments import instance_of, one_of, whole_number
 from ..core.accumulator import REDUCTIONS
-from ..core.stages import checked_loss_scaler, require_scale
+from ..core.stages import checked_loss_scaler
 from ..steps.batch import (
     RETURNS,
     as_arguments,
     checked_axis,
-    divisor,
     layout,
     named_values,
     ordered,
@@ -24,7 +24,7 @@ from ..steps.batch import (
     positional,
 )
 from ..steps.train_mode import evaluating
-from ..steps.train_step import require_one_weight_source
+from ..steps.train_step import require_functions
 from ..tensors import as_tensor, as_weight
 from . import causes
 from .causes import in_loss
@@ -162,9 +162,7 @@ def check_equivalence(
         >>> print(report.ok, [(cause.layer, cause.type) for cause in report.causes])
         False [('1', 'BatchNorm1d')]
     """
-    instance_of("forward_fn", forward_fn, Callable, "a function of the batch")
-    instance_of("weight_fn", weight_fn, (Callable, type(None)), "a function of the batch")
-    require_one_weight_source(has_weight, weight_fn, "forward_fn")
+    require_functions(True, has_weight, weight_fn, forward_fn=forward_fn)
     if not instance_of("network", network, nn.Cell, "a mindspore.nn.Cell").trainable_params():
         raise ValueError("network has no trainable parameters, so there is no gradient to compare; set "
                          "requires_grad=True in the parameters to train")
@@ -178,10 +176,7 @@ def check_equivalence(
         raise ValueError(f"the batch has {samples} sample{'s' * (samples != 1)}, expected at least 2, which can be cut")
     pieces = whole_number("pieces", pieces, "give the number of pieces to cut the batch into", minimum=2)
     one_of("loss_reduction", loss_reduction, REDUCTIONS)
-    loss_scaler, loss_scale = checked_loss_scaler(loss_scaler), 1.0
-    if loss_scaler is not None:
-        require_scale(loss_scaler.scale_value)
-        loss_scale = float(loss_scaler.scale_value)
+    loss_scale = 1.0 if loss_scaler is None else float(checked_loss_scaler(loss_scaler).scale_value)
     functions: dict[str, Any] = {name: function and _wrapped(name, function, batch, names)
                                  for name, function in (("forward_fn", forward_fn), ("weight_fn", weight_fn))}
     if has_weight:
@@ -217,7 +212,8 @@ def _mean_of(forward_fn: Callable, weight_fn: Optional[Callable], batch_axis: in
     """Return a function that returns the mean loss, given one that returns the sum."""
     def mean(*batch: Any) -> Tensor:
         weight = layout(batch, batch_axis)[0] if weight_fn is None else weight_fn(*batch)
-        return forward_fn(*batch) / divisor(as_tensor(as_weight(weight)))
+        weight = as_tensor(as_weight(weight))
+        return forward_fn(*batch) / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
 
     return update_wrapper(mean, forward_fn)
 

@@ -10,8 +10,8 @@ import numpy as np
 
 import ms_accum
 
+from ..arguments import one_line
 from ..mindspore_api import get_rank, init
-from ..steps.errors import one_line
 
 
 def versions() -> dict[str, str]:

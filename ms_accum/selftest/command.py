@@ -14,16 +14,16 @@ from unittest.mock import patch
 
 import mindspore as ms
 import numpy as np
+from mindspore import Tensor, ops
 
+from ..arguments import one_line
 from ..cli.files import write_json
 from ..cli.interrupts import raise_if_interrupted
 from ..cli.options import add_command, output
 from ..cli.process import join_ranks, versions
-from ..core.kernels import SWITCH, kernels
-from ..distributed.ranks import gather, world_size
-from ..distributed.tags import wait_for_all
+from ..core.kernels import SWITCH
+from ..distributed.meeting import world_size
 from ..mindspore_api import get_rank
-from ..steps.errors import one_line
 
 if TYPE_CHECKING:
     import pytest
@@ -99,11 +99,11 @@ def run(options: argparse.Namespace) -> int:
             "versions": versions(), "device": ms.get_context("device_target"), "device_name": name,
             "flags": {name: os.environ[name] for name in FLAGS if name in os.environ},
             "jit_config": ms.get_context("jit_config"), "jit_level": ms.get_context("jit_level"),
-            "kernels": type(kernels()).__name__, "ranks": ranks, "quick": options.quick,
+            "in_place": os.environ.get(SWITCH) == "1", "ranks": ranks, "quick": options.quick,
             "verdict": said, "holds": holds, "rows": table.rows,
             "figures": {named(row): row["value"] for row in table.rows if row["result"] == MEASURED}})
     if ranks > 1:
-        wait_for_all()
+        gathered(np.zeros(1))  # a rank that still communicates fails if another one ends
     return int(not holds)
 
 
@@ -223,7 +223,7 @@ def end_of(row: dict[str, Any]) -> str:
 def of_all_ranks(row: dict[str, Any]) -> dict[str, Any]:
     """Return the worst row of all ranks, with the ranks in its message. Every rank has to call it."""
     own, off = RESULTS.index(row["result"]), row["difference"]
-    rows = gather(np.array([own, np.inf if off is None else off])).tolist()
+    rows = gathered(np.array([own, np.inf if off is None else off])).tolist()
     worst, off = max(rows, key=lambda found: (found[0], np.nan_to_num(found[1], nan=np.inf)))
     row = {**row, "result": RESULTS[int(worst)], "difference": None if np.isinf(off) else off}
     if worst != own or row["result"] == FAILS:
@@ -231,6 +231,11 @@ def of_all_ranks(row: dict[str, Any]) -> dict[str, Any]:
         said = row["message"] if worst == own else "see its output on stderr"
         row["message"] = f"rank {ranks}{': ' * bool(said)}{said}"
     return row
+
+
+def gathered(numbers: np.ndarray) -> np.ndarray:
+    """Return the numbers of all ranks, `(ranks, length)`, given this rank's: float64 `(length,)`."""
+    return ops.AllGather()(Tensor(numbers.view(np.int32))).asnumpy().reshape(world_size(), -1).view(np.float64)
 
 
 def verdict(rows: list[dict[str, Any]]) -> tuple[bool, str]:

@@ -7,7 +7,7 @@ from typing import Any, Optional
 import numpy as np
 import pytest
 
-from ..distributed.ranks import world_size
+from ..distributed.meeting import world_size
 from .plain import note_error
 from .training import BOUNDS
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn, ops
 
+from ..arguments import one_line
 from ..runtime import synchronize
-from ..steps.errors import one_line
 from .comparing import relative, values
 from .modes import recover, running
 

@@ -10,6 +10,7 @@ from mindspore import amp
 
 from ms_accum import load_checkpoint, save_checkpoint
 
+from ..core.stages import LossScale
 from .comparing import values
 from .networks import targets
 from .training import BOUNDS, Training, rows, samples, texts
@@ -48,9 +49,9 @@ def learned(training: Training, windows: Sequence[Sequence[tuple]]) -> float:
 def test_ragged_windows(training: Training, holds: Callable) -> None:
     """Parameters, the returned losses and the number of samples are those of the undivided batch."""
     expected = training.expect(RAGGED)
-    seen = int(training.accumulator.seen)
+    seen = training.boundary.status().seen
     losses = [float(loss) for loss in training.learn(RAGGED)]
-    seen = int(training.accumulator.seen) - seen
+    seen = training.boundary.status().seen - seen
     assert seen == 24, f"{seen} samples were counted, expected 24"
     holds(training.off(expected), *np.abs(np.divide(losses, expected.losses) - 1))
 
@@ -71,7 +72,7 @@ def test_clipping(training: Training, holds: Callable) -> None:
     windows = [samples((5, 2, 5), 2, loud=True), samples((2, 5, 5), 12, loud=True)]
     expected = training.expect(windows, clipped=True)
     training.learn(windows)
-    holds(training.off(expected), abs(float(training.accumulator.grad_norm) / expected.norms[-1] - 1))
+    holds(training.off(expected), abs(training.boundary.status().grad_norm / expected.norms[-1] - 1))
 
 
 def spoilt(window: Sequence[tuple]) -> list[tuple]:
@@ -82,17 +83,17 @@ def spoilt(window: Sequence[tuple]) -> list[tuple]:
 
 def after_nan(training: Training, windows: Sequence[Sequence[tuple]]) -> float:
     """Train on a window with NaN, which only halves the loss scale, and on good ones. Return the error."""
-    expected, accumulator = training.expect(windows), training.accumulator
+    expected, boundary = training.expect(windows), training.boundary
 
     def scale() -> float:
-        scaler = accumulator.loss_scaler
-        return 0.0 if scaler is None else float(scaler.scale_value)
+        return next((float(stage.scaler.scale_value) for stage in boundary.window.stages
+                     if isinstance(stage, LossScale)), 0.0)
 
-    before, skipped, half = values(training.state), int(accumulator.skipped), scale() / 2
+    before, skipped, half = values(training.state), boundary.status().skipped, scale() / 2
     training.learn([spoilt(windows[0])])
     same = all(np.array_equal(a, b) for a, b in zip(before, values(training.state)))
     assert same, "a window with NaN changed the parameters or the optimizer's state"
-    assert int(accumulator.skipped) == skipped + 1, "a window with NaN was not counted as skipped"
+    assert boundary.status().skipped == skipped + 1, "a window with NaN was not counted as skipped"
     assert scale() == half, f"the loss scale is {scale():g} after an overflow, expected {half:g}"
     training.learn(windows)
     return training.off(expected)
@@ -106,20 +107,20 @@ def test_skipping(training: Training, holds: Callable) -> None:
 
 @rows(quick="by hand, op by op")
 def test_save_and_resume(training: Training, holds: Callable, tmp_path: Path, dtype: str) -> None:
-    """Saved in the middle of a window and loaded, a training goes on bit-identically.
+    """Saved after an update and loaded, a training goes on bit-identically.
 
     A window with NaN comes first, so that the counters of skips are not 0.
     """
-    windows = [samples((5, 5, 5), 2), samples((5, 5, 5), 12)]
+    windows, window = [samples((5, 5, 5), 2), samples((5, 5, 5), 12)], training.boundary.window
     expected = training.expect(windows)
-    training.learn([spoilt(windows[1]), windows[0], windows[1][:1]])
-    save_checkpoint(tmp_path / "selftest.safetensors", training.network, training.accumulator)
-    training.learn([windows[1][1:]])
+    training.learn([spoilt(windows[1]), windows[0]])
+    save_checkpoint(tmp_path / "selftest.safetensors", training.network, training.driver.accumulator)
+    training.learn([windows[1]])
     assert training.off(expected) <= BOUNDS[dtype], "the training that was saved is off itself"
-    saved = values((*training.state, *training.accumulator.parameters))
-    load_checkpoint(tmp_path / "selftest.safetensors", training.network, training.accumulator)
-    training.learn([windows[1][1:]])
-    resumed = values((*training.state, *training.accumulator.parameters))
+    saved = values((*training.state, window.counts, window.sums, window.seen))
+    load_checkpoint(tmp_path / "selftest.safetensors", training.network, training.driver.accumulator)
+    training.learn([windows[1]])
+    resumed = values((*training.state, window.counts, window.sums, window.seen))
     differing = sum(not np.array_equal(a, b, equal_nan=True) for a, b in zip(saved, resumed))
     holds(differing, limit=0, message=f"{differing} of {len(saved)} tensors differ after resuming")
 

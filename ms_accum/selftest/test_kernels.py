@@ -14,8 +14,8 @@ from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 from ms_accum import make_train_step
 
-from ..core.kernels import InPlace, Portable, add_each
-from ..tensors import state_parameter
+from ..core.kernels import InPlace, Portable
+from ..tensors import add_one, mapped_backwards, state_parameter
 from . import plain
 from .comparing import relative, values
 from .modes import running
@@ -52,7 +52,7 @@ class Windows(nn.Cell):
 
     def __init__(self, kind: Portable, sizes: Sequence[int]) -> None:
         super().__init__(auto_prefix=False)
-        self.kind, self.dtypes, self.small = kind, (ms.float32,) * len(sizes), max(sizes) // 64
+        self.kind, self.dtypes = kind, (ms.float32,) * len(sizes)
         self.parameters, self.buffers = (
             ParameterTuple([Parameter(np.zeros(size, np.float32), f"kernels.{name}{i}")
                             for i, size in enumerate(sizes)]) for name in ("parameter", "buffer"))
@@ -60,7 +60,7 @@ class Windows(nn.Cell):
 
     def construct(self, zero: Tensor, *gradients: Tensor) -> Tensor:
         """Add, scale and clear, in the order and with the dependencies of `Window`."""
-        add_each(self.small, self.buffers, gradients, 1.0)
+        mapped_backwards(add_one, 1.0, self.buffers, gradients)
         factor = ops.depend(zero + 0.375, ops.assign_add(self.updates, 1))
         for parameter, scaled in zip(self.parameters, self.kind.scale(factor, self.buffers, self.dtypes)):
             ops.assign_sub(parameter, scaled)
@@ -128,8 +128,8 @@ def fused_buffers(dtype: str) -> Sequence[np.ndarray]:
             ms.set_context(save_graphs=0)
         found = fused_products(Path(folder))
     assert found == matrices, f"{found} products of {matrices} are fused"
-    buffers = values(step.window.buffers)
-    step.accumulator.reset()
+    buffers = values(step.boundary.window.buffers)
+    step.reset()
     return buffers
 
 

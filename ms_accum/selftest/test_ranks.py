@@ -8,7 +8,7 @@ import pytest
 
 from ms_accum import DataParallel, shard_parameters
 
-from ..distributed.ranks import world_size
+from ..distributed.meeting import world_size
 from ..mindspore_api import get_rank
 from .training import Training, rows, samples
 

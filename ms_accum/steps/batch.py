@@ -15,20 +15,12 @@ from mindspore.dataset import GeneratorDataset
 from mindspore.ops import constexpr
 
 from ..arguments import LARGEST_INT32, whole_number
-from ..mindspore_api import (
-    BatchDataset,
-    BucketBatchByLengthDataset,
-    Dataset,
-    DatasetIterator,
-    PaddedBatchDataset,
-    SourceDataset,
-)
+from ..mindspore_api import is_a
 from ..tensors import FLOATS, as_weight
 
 if TYPE_CHECKING:
     from ..tensors import Scalar
 
-_BATCHED = BatchDataset, BucketBatchByLengthDataset, PaddedBatchDataset
 _UNBATCHED = ("the dataset yields samples of {} one by one, expected batches: a sample would be taken for a "
               "microbatch, and the length of its first axis for the number of samples; give e.g. dataset.batch(32), "
               "or, if each item is already a batch, a generator (for Model a GeneratorDataset)")
@@ -53,20 +45,20 @@ def require_batched(batches: Any) -> None:
     """
     if isinstance(batches, Mapping):
         raise TypeError("batches is a dict, expected an iterable of batches; for a single one call train_step(**batch)")
-    dataset = batches.dataset if isinstance(batches, DatasetIterator) else batches
-    source = _source_of_samples(dataset) if isinstance(dataset, Dataset) else None
+    dataset = batches.dataset if is_a(batches, "Iterator") else batches
+    source = _source_of_samples(dataset) if is_a(dataset, "Dataset") else None
     if source is not None:
         raise ValueError(_UNBATCHED.format(type(source).__name__))
 
 
-def _source_of_samples(dataset: Dataset) -> Optional[Dataset]:
+def _source_of_samples(dataset: Any) -> Any:
     """Return a MindSpore source that no batch operation follows, or None."""
-    if isinstance(dataset, _BATCHED):
+    if is_a(dataset, "BatchDataset", "BucketBatchByLengthDataset", "PaddedBatchDataset"):
         return None
     if not dataset.children:
         # A subclass of GeneratorDataset outside MindSpore is a user's own, and may yield batches.
         own = type(dataset) is GeneratorDataset or not type(dataset).__module__.startswith("mindspore.")
-        return dataset if isinstance(dataset, SourceDataset) and not own else None
+        return dataset if is_a(dataset, "SourceDataset") and not own else None
     return next(filter(None, map(_source_of_samples, dataset.children)), None)
 
 
