@@ -159,7 +159,7 @@ class PerUpdate(Callback):
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the cell and the number of updates, and pass the event on."""
-        self._cell = one_cell(self, run_context)
+        self._cell, self._begun = one_cell(self, run_context), False
         self._begin("on_train_begin", run_context)
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
@@ -170,14 +170,17 @@ class PerUpdate(Callback):
             self._pass_on("on_train_step_begin", run_context)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Pass the event on if there was an update since the last time. After a load, count from the file's updates."""
-        before, self._update_step = self._update_step, self._cell.update_step
-        self._begun = self._begun and self._update_step == before
-        if self._update_step > before:
+        """Pass the event on if there was an update since the last time."""
+        if self._count() > 0:
             self._pass_on("on_train_step_end", run_context)
 
+    def _count(self) -> int:
+        before, self._update_step = self._update_step, self._cell.update_step
+        self._begun = self._begun and self._update_step == before
+        return self._update_step - before
+
     def _begin(self, event: str, run_context: RunContext) -> None:
-        self._update_step, self._begun = self._cell.update_step, False  # of a file that a callback has loaded
+        self._count()  # not as updates: a callback may have loaded a file
         self._pass_on(event, run_context)
 
     def _pass_on(self, event: str, run_context: RunContext) -> None:
