@@ -199,7 +199,7 @@ def test_an_error_in_a_function_passes_unchanged_and_loses_nothing(stopped):
         if fails == "function":
             step.on_update(fail)
         data = batches([4] * 5)
-        with pytest.raises(OSError, match="^no space left on device$"):
+        with pytest.raises(OSError, match=r"^no space left on device$"):
             run(step, data)
         run(step, data, skip=step.trained)
         assert (step.update_step, len(calls)) == (3, 3)
