@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from functools import partialmethod
+from itertools import takewhile
 
 from mindspore import train
 from mindspore.train import Callback, RunContext
@@ -17,8 +18,7 @@ class FlushCallback(Callback):
 
     Put it before callbacks that save or read the weights. It flushes every `TrainOneStepCell` of the run after
     microbatch number `dataset.get_dataset_size()` of an epoch, so that the evaluation of `Model.fit` uses the updated
-    weights. If an epoch has more microbatches, it has one more incomplete window. With `sink_size`, epochs are still
-    those of the dataset.
+    weights. With `sink_size`, epochs are still those of the dataset.
 
     `cell.status()` has the place: `epochs` finished, and microbatches `trained` since. After a load of a file from
     inside an epoch, or after an interrupt, `model.train(1, dataset.skip(cell.status().trained), ...)` goes on there,
@@ -29,8 +29,7 @@ class FlushCallback(Callback):
             `ReduceLROnPlateau` is not in `PerUpdate`; for `EarlyStopping(restore_best_weights=True)`; if a dataset of
             samples has no batch operation; if an epoch ends inside a sink. Later: if a parameter was frozen, or the
             list of learning rates is used up.
-        RuntimeError: When an epoch begins: if a window is open that is not of this epoch, or a parameter has new
-            memory.
+        RuntimeError: When an epoch begins in an open window of another one, or a parameter has new memory.
 
     Source: Lightning and HF Accelerate also apply the last window of an epoch, but divide it by the full length.
 
@@ -56,13 +55,11 @@ class FlushCallback(Callback):
 
     def __init__(self) -> None:
         super().__init__()
-        self._begin = self._length = 0  # of the dataset's epoch
-        self._is_sunk = False
+        self._begin = self._length = self._is_sunk = 0  # of the dataset's epoch; whether data is sunk
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Raise ValueError if there is no cell to flush, or another callback cannot work."""
-        cells_to_train(run_context)
-        context = run_context.original_args()
+        _, context = cells_to_train(run_context), run_context.original_args()
         require_batched(context.train_dataset)
         # Not `batch_num`, which is `sink_size`. On CPU, MindSpore sinks nothing, whatever it is told.
         self._begin, self._length = context.cur_step_num, context.train_dataset.get_dataset_size()
@@ -71,11 +68,10 @@ class FlushCallback(Callback):
             raise ValueError(f"sink_size is {context.sink_size}, expected a divisor of the {self._length} microbatches "
                              "of an epoch: inside a sink, FlushCallback cannot apply the incomplete last window; give "
                              "sink_size=-1, or leave FlushCallback out, and windows continue in the next epoch")
-        before = context.list_callback[:context.list_callback.index(self)] if self in context.list_callback else []
+        before = takewhile(lambda callback: callback is not self, context.list_callback)
         if any(isinstance(callback, train.ModelCheckpoint) for callback in before):
-            raise ValueError("ModelCheckpoint stands before FlushCallback, expected after it: at the end of an epoch "
-                             "it would save the weights before the incomplete window is applied; give "
-                             "callbacks=[FlushCallback(), ...]")
+            raise ValueError("ModelCheckpoint stands before FlushCallback, expected after it: it would save weights to "
+                             "which the incomplete window is not applied; give callbacks=[FlushCallback(), ...]")
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
         """Begin an epoch of each cell; go on with the one of a file, or of which the dataset skips what was trained."""
@@ -84,8 +80,7 @@ class FlushCallback(Callback):
         context = run_context.original_args()
         self._begin = context.cur_step_num
         for cell in _train_cells(run_context):
-            boundary = cell.boundary
-            trained = boundary.added - boundary.place.first
+            boundary, trained = cell.boundary, cell.boundary.added - cell.boundary.place.first
             goes_on = boundary.place.is_loaded or is_skipping(context.train_dataset, trained)
             boundary.enter_epoch(boundary.begin_epoch(trained if goes_on else 0)[1])
 
@@ -96,9 +91,9 @@ class FlushCallback(Callback):
                 cell.boundary.look()
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Flush after the last microbatch of an epoch."""
-        if self._is_complete(run_context):
-            self.on_train_end(run_context)
+        """Flush after the last microbatch of an epoch, and count the epoch, so that a callback may save."""
+        if run_context.original_args().cur_step_num - self._begin == self._length:
+            self._end_epoch(run_context)
 
     def on_eval_begin(self, run_context: RunContext) -> None:
         """Flush before `Model.fit` evaluates; it evaluates before the end of the epoch."""
@@ -106,12 +101,9 @@ class FlushCallback(Callback):
             self.on_train_end(run_context)
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """Flush what is left of an epoch that was stopped early. Count the epoch, unless a stop was asked for."""
+        """Flush what is left. Count an epoch that was shorter than others, but not one that a stop has ended."""
         if not self._is_inside(run_context):
-            self.on_train_end(run_context)
-            if self._is_complete(run_context) or not run_context.get_stop_requested():
-                for cell in _train_cells(run_context):
-                    cell.boundary.end_epoch()
+            (self.on_train_end if run_context.get_stop_requested() else self._end_epoch)(run_context)
 
     def on_train_end(self, run_context: RunContext) -> None:
         """Flush what was trained since the last flush. (With several ranks, one more would be a call of its own.)"""
@@ -119,12 +111,15 @@ class FlushCallback(Callback):
             if not cell.boundary.is_idle:
                 cell.flush()
 
-    def _is_complete(self, run_context: RunContext) -> bool:
-        return run_context.original_args().cur_step_num - self._begin == self._length
+    def _end_epoch(self, run_context: RunContext) -> None:
+        self.on_train_end(run_context)
+        for boundary in [cell.boundary for cell in _train_cells(run_context)]:
+            if boundary.added > boundary.place.first:  # it has not ended yet
+                boundary.end_epoch()
 
     def _is_inside(self, run_context: RunContext) -> bool:
         """Return whether a sink, which `Model` calls an epoch, begins or ends inside an epoch of the dataset."""
-        return self._is_sunk and (run_context.original_args().cur_step_num - self._begin) % self._length > 0
+        return bool(self._is_sunk) and (run_context.original_args().cur_step_num - self._begin) % self._length > 0
 
 
 class PerUpdate(Callback):
@@ -136,11 +131,8 @@ class PerUpdate(Callback):
     which `LearningRateScheduler` and `ReduceLROnPlateau` need. It is called before the first microbatch of a window
     (`on_train_step_begin`), after the update (`on_train_step_end`), and at the begin and end of epochs and of the
     training. `batch_num` still counts microbatches: the position in the epoch that `LossMonitor` prints and
-    `ModelCheckpoint` puts into file names is `update_step` modulo that.
-
-    With several ranks, the learning rate must be equal on all of them. A rank that runs out of data makes the remaining
-    updates of the others in one flush, and the inner callback is called only after the last of them. So give every rank
-    the same number of microbatches, or give the optimizer a schedule.
+    `ModelCheckpoint` puts into file names is `update_step` modulo that. With several ranks, all must set the same rate.
+    A flush may make several updates, those of other ranks; then it is called after the last one.
 
     Args:
         callback: A `mindspore.train.Callback`.
@@ -150,6 +142,12 @@ class PerUpdate(Callback):
         ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or in data sink mode.
 
     Source: optax and MindSpore's dynamic learning rates count updates; MindSpore's callbacks count microbatches.
+
+    Example:
+        >>> from mindspore.train import LossMonitor
+        >>> from ms_accum import PerUpdate
+        >>> print(type(PerUpdate(LossMonitor()).callback).__name__)
+        LossMonitor
     """
 
     def __init__(self, callback: Callback) -> None:
@@ -159,7 +157,7 @@ class PerUpdate(Callback):
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """Remember the cell and the number of updates, and pass the event on."""
-        self._cell = one_cell(self, run_context)
+        self._cell, self._begun = one_cell(self, run_context), False
         self._begin("on_train_begin", run_context)
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
@@ -170,14 +168,17 @@ class PerUpdate(Callback):
             self._pass_on("on_train_step_begin", run_context)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Pass the event on if there was an update since the last time. After a load, count from the file's updates."""
-        before, self._update_step = self._update_step, self._cell.update_step
-        self._begun = self._begun and self._update_step == before
-        if self._update_step > before:
+        """Pass the event on if there was an update since the last time."""
+        if self._count() > 0:
             self._pass_on("on_train_step_end", run_context)
 
+    def _count(self) -> int:
+        before, self._update_step = self._update_step, self._cell.update_step
+        self._begun = self._begun and self._update_step == before
+        return self._update_step - before
+
     def _begin(self, event: str, run_context: RunContext) -> None:
-        self._update_step, self._begun = self._cell.update_step, False  # of a file that a callback has loaded
+        self._count()  # not as updates: a callback may have loaded a file
         self._pass_on(event, run_context)
 
     def _pass_on(self, event: str, run_context: RunContext) -> None:
@@ -189,22 +190,20 @@ class PerUpdate(Callback):
         finally:
             context.cur_step_num, context.optimizer = before
 
-    def _pass_on_after(self, event: str, run_context: RunContext) -> None:
-        """Pass the event on after an update that a flush has just made."""
-        self.on_train_step_end(run_context)
+    def _end(self, event: str, run_context: RunContext) -> None:
+        self.on_train_step_end(run_context)  # of an update that a flush has just made
         self._pass_on(event, run_context)
 
     on_train_epoch_begin = partialmethod(_begin, "on_train_epoch_begin")
-    on_train_epoch_end = partialmethod(_pass_on_after, "on_train_epoch_end")
-    on_train_end = partialmethod(_pass_on_after, "on_train_end")
+    on_train_epoch_end = partialmethod(_end, "on_train_epoch_end")
+    on_train_end = partialmethod(_end, "on_train_end")
 
 
 def one_cell(callback: Callback, run_context: RunContext) -> TrainOneStepCell:
     """Return the cell that a callback follows. Raise ValueError if there is not exactly one, or in data sink mode."""
     cells, name = cells_to_train(run_context), type(callback).__name__
     if len(cells) > 1:
-        raise ValueError(f"{name} found {len(cells)} TrainOneStepCells, expected one, because each counts its own "
-                         "updates; train them in separate Models")
+        raise ValueError(f"{name} found {len(cells)} TrainOneStepCells, expected one; train them in separate Models")
     if run_context.original_args().get("dataset_sink_mode"):
         raise ValueError(f"{name} got dataset_sink_mode=True, which hides single microbatches from callbacks; give "
                          "dataset_sink_mode=False")
@@ -216,21 +215,18 @@ def cells_to_train(run_context: RunContext) -> list[TrainOneStepCell]:
     cells, context = _train_cells(run_context), run_context.original_args()
     if not cells:
         raise ValueError(f"the model trains a {type(context.train_network).__name__} without a TrainOneStepCell of "
-                         "ms_accum in it; give Model(TrainOneStepCell(network_with_loss, optimizer, "
-                         "accumulate_step=4)), without an optimizer")
+                         "ms_accum in it; give Model(TrainOneStepCell(network_with_loss, ...)), without an optimizer")
     if context.get("loss_fn") is not None and isinstance(context.network, TrainOneStepCell):
-        raise ValueError("Model got a loss_fn together with a TrainOneStepCell, whose network computes the loss "
-                         "itself, so the cell would get the data without the labels; give "
-                         "Model(TrainOneStepCell(nn.WithLossCell(network, loss_fn), ...)) without a loss_fn")
+        raise ValueError("Model got a loss_fn together with a TrainOneStepCell, which would get the data without the "
+                         "labels; give Model(TrainOneStepCell(nn.WithLossCell(network, loss_fn), ...)) without it")
     for callback in context.list_callback:
         name, inner = type(callback).__name__, getattr(callback, "callback", callback)
         if isinstance(callback, (train.LearningRateScheduler, train.ReduceLROnPlateau)):
-            raise ValueError(f"{name} needs the optimizer, which Model does not know, and counts updates; give "
-                             f"PerUpdate({name}(...))")
+            raise ValueError(f"{name} needs the optimizer, which Model does not know; give PerUpdate({name}(...))")
         if isinstance(inner, train.EarlyStopping) and inner.restore_best_weights:
-            raise ValueError("EarlyStopping has restore_best_weights=True, expected False: it gives parameters new "
-                             "memory, which compiled graphs do not see; save the best weights with save_checkpoint, "
-                             "and restore them with load_checkpoint or ops.assign")
+            raise ValueError("EarlyStopping has restore_best_weights=True, which gives parameters new memory that "
+                             "graphs do not see; save the best weights, and restore them with load_checkpoint or "
+                             "ops.assign")
     return cells
 
 

@@ -52,9 +52,6 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         **options: Options of `Accumulator`: `clip_norm`, `buffer_dtype`, `on_nonfinite`, `max_skips`, `reducer`,
             `stages` and `loss_scaler`.
 
-    Inputs:
-        The microbatch: Tensors, as for `make_train_step`, by position.
-
     Outputs:
         The undivided loss: float32 Tensor of shape `()`. With a loss scaler, `(loss, overflow, scale)`, as from
         `mindspore.nn.TrainOneStepWithLossScaleCell`: `overflow` is whether this microbatch closed a window that was
@@ -64,12 +61,9 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         network, optimizer: What was given; `boundary`: the host's side of the window, for checkpoints.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: See `make_train_step`. Also if the optimizer holds Parameters of another network with the same
-            names, and if `Model` also gets `optimizer=`.
-        RuntimeError: See `make_train_step`.
+        TypeError, ValueError, RuntimeError: See `make_train_step`. ValueError also if `Model` gets `optimizer=`, too.
 
-    Source: the interface is that of `mindspore.nn.TrainOneStepCell` and `TrainOneStepWithLossScaleCell`.
+    Source: the interface of `mindspore.nn.TrainOneStepCell` and `TrainOneStepWithLossScaleCell`.
 
     Example:
         >>> import numpy as np, mindspore as ms
@@ -97,8 +91,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         loss_reduction: str = "mean",
         **options: Unpack[Options],
     ) -> None:
-        # Without a prefix, the network's parameters keep their names.
-        super().__init__(auto_prefix=False)
+        super().__init__(auto_prefix=False)  # so that the network's parameters keep their names
         require_options(TrainOneStepCell.__init__, options, Options)
         instance_of("network", network, nn.Cell, "a Cell that returns the loss",
                     "give nn.WithLossCell(network, loss_fn), or a function to make_train_step")
@@ -116,15 +109,14 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         self._step = step_of(self.boundary, self._functions, (network,), self._axis, 1)
         self._train = training_of(window, self._functions, None, len(window.buffers) == 0)
         self._takes = (type(network).__name__, *positions_of(network))
-        self._is_inside = False  # the graph of another Cell, which opens and closes windows without the host
+        self._inside: Optional[float] = None  # the unit in the graph of another Cell, which closes without the host
 
         def entered(given: int) -> bool:
             require_arguments(*self._takes, given)
             if window.exchange.ranks > 1:
                 raise ValueError("a TrainOneStepCell is in data sink mode or another Cell's graph, but ranks meet on "
                                  "the host before they exchange; give dataset_sink_mode=False, or call the cell alone")
-            window.unit = window.unit or 1.0  # what is not known yet is 1 in this graph, and so in all
-            self._is_inside = True
+            self._inside = window.unit = window.unit or 1.0  # what is not known yet is 1 in this graph
             return True
 
         self._enter = constexpr(entered)  # runs when that graph is compiled
@@ -132,23 +124,21 @@ class TrainOneStepCell(Uncopied, nn.Cell):
     def __call__(self, *batch: Any, **named: Any) -> Result:
         """See the class. RuntimeError if an error left a part of a batch in the open window, or stopped an update."""
         if named:
-            raise TypeError(f"got keyword arguments ({', '.join(named)}), expected arguments by position; give them in "
-                            "the order of the network's, or use make_train_step")
+            raise TypeError(f"got keyword arguments ({', '.join(named)}), expected arguments by position, in the order "
+                            "of the network's; or use make_train_step")
         require_arguments(*self._takes, len(batch))
         self._follow_mode()
-        if self._scaler is None:
-            return self._step(*batch)
-        scale = self._scaler.scale_value + 0.0  # a copy: the close adjusts it
+        scale = None if self._scaler is None else self._scaler.scale_value + 0.0  # a copy: the close adjusts it
         loss = self._step(*batch)
+        if scale is None:
+            return loss
         dropped = unstack(self._window.counts)[IN_ROW] > 0 if self.boundary.is_closed else Tensor(False)
         return loss, dropped, scale
 
     def construct(self, *batch: Any) -> Result:
         """Train on a microbatch in the graph of another Cell, which does not run `__call__`."""
         self._enter(len(batch))
-        scale = self._window.zero
-        if self._scaler is not None:
-            scale = self._scaler.scale_value + 0.0
+        scale = None if self._scaler is None else self._scaler.scale_value + 0.0
         trained = self._train(samples_in_graph(batch, self._axis), batch, END)
         loss = trained[0]
         if len(self._window.buffers) == 0:  # it has updated
@@ -159,7 +149,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         counts = unstack(self._window.counts)  # of the state after the branch, which keeps the branch
         closed = counts[HELD] < held
         loss = ops.depend(loss, closed)
-        if self._scaler is None:
+        if scale is None:
             return loss
         return loss, ops.logical_and(closed, counts[IN_ROW] > 0), scale
 
@@ -170,14 +160,14 @@ class TrainOneStepCell(Uncopied, nn.Cell):
     def set_grad(self, requires_grad: bool = True) -> nn.Cell:
         """Raise ValueError: a `Model` with `optimizer=` would differentiate the cell and update again each time."""
         if requires_grad:
-            raise ValueError("a TrainOneStepCell of ms_accum computes the gradients and updates itself, and cannot be "
-                             "trained by another step; give Model(TrainOneStepCell(...)) without an optimizer")
+            raise ValueError("a TrainOneStepCell of ms_accum updates itself, and cannot be trained by another step; "
+                             "give Model(TrainOneStepCell(...)) without an optimizer")
         return super().set_grad(False)
 
     def to_float(self, dst_type: ms.Type) -> NoReturn:
         """Raise ValueError: it would also cast the optimizer. Use mixed precision on the network."""
-        raise ValueError("a TrainOneStepCell of ms_accum was given to auto_mixed_precision or to_float, or to a Model "
-                         f"with amp_level, expected its network: the optimizer would compute in {dst_type}, too; "
+        raise ValueError("a TrainOneStepCell of ms_accum was given to auto_mixed_precision, to_float or a Model with "
+                         f"amp_level, expected its network: the optimizer would compute in {dst_type}, too; "
                          'call network = auto_mixed_precision(network, "O2") before you build the cell')
 
     def status(self) -> Status:
@@ -199,10 +189,12 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         self.boundary.reset()
 
     def _follow_mode(self) -> None:
-        """Build the step again if the mode of the context has changed, and take over from another Cell's graph."""
+        """Take over from another Cell's graph; build the step again if the mode of the context has changed."""
         boundary, eager = self.boundary, ms.get_context("mode") == ms.PYNATIVE_MODE
-        if self._is_inside:
+        if self._inside is not None:
             boundary.missing = None
+            if self._window.unit != self._inside:  # it was loaded
+                boundary.graphs, self._window.unit = {}, self._inside
         if eager is not boundary.eager:
             boundary.eager, boundary.graphs = eager, {}
             if eager:
@@ -217,9 +209,8 @@ fix_options(TrainOneStepCell, "accumulate_step", "batch_axis", "weight_fn", "has
 def require_arguments(network: str, names: str, least: int, most: int, given: int) -> None:
     """Raise TypeError if the network does not take the microbatch, before MindSpore raises an error."""
     if not least <= given <= most:
-        remedy = ("leave loss_fn out of Model(TrainOneStepCell(...), loss_fn), which gives the cell the data alone"
-                  if given < least else
+        remedy = ("leave loss_fn out of Model(TrainOneStepCell(...), loss_fn)" if given < least else
                   "if it computes no loss, give TrainOneStepCell(nn.WithLossCell(network, loss_fn), ...)")
-        limit = f"at least {least}" if given < least else f"at most {most}"
+        limit = most if least == most else f"at least {least}" if given < least else f"at most {most}"
         raise TypeError(f"the network {network} does not take the microbatch: it got {given} argument"
-                        f"{'s' * (given != 1)}, expected {most if least == most else limit} ({names}); {remedy}")
+                        f"{'s' * (given != 1)}, expected {limit} ({names}); {remedy}")

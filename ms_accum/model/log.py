@@ -18,9 +18,6 @@ from ..steps.train_step import TrainStep
 from .callbacks import one_cell
 from .cell import TrainOneStepCell
 
-_OLD = "{} holds {} rows of an earlier run, which this new run overwrites; give WindowLog another path to keep them"
-_COLUMNS = "{} has the columns {}, expected {}, with which this run goes on; give WindowLog another path"
-
 
 class WindowLog(Callback):
     """Write a row for each update, to a CSV file or a function.
@@ -30,10 +27,9 @@ class WindowLog(Callback):
 
     The columns are `epoch`, from 1; `microbatch` of the epoch; `update_step`; the mean `loss` and the `weight` of the
     window, over all ranks; `learning_rate`, that of this update (with groups, `learning_rate_0` and so on);
-    `grad_norm`, before clipping (NaN without `clip_norm`); `skipped` and `seen`, totals so far, see
-    `TrainStep.status`; `seconds` of training, without those of functions of `on_update`; `per_second`, which is
-    `weight / seconds`: samples, or what `weight_fn` counts; with a loss scaler `loss_scale`, that of the next window;
-    and those of `extra`. A dropped window has no row: it shows in the `skipped` of the next one.
+    `grad_norm`, before clipping (NaN without `clip_norm`); `skipped` and `seen`, totals so far; `seconds` of training,
+    without those of functions of `on_update`; `per_second`, which is `weight / seconds`; with a loss scaler
+    `loss_scale`, that of the next window; and those of `extra`. A dropped window shows in the next row's `skipped`.
 
     With several ranks, rank 0 writes. An interrupt between an update and its row leaves out the row.
 
@@ -44,9 +40,8 @@ class WindowLog(Callback):
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: At an update: if a run goes on with a file of other columns, two columns have the same name, or the
-            log follows another step. When training begins: see `PerUpdate`.
-        OSError: At an update, if the file cannot be written.
+        ValueError, OSError: At an update: if a run goes on with a file of other columns, two columns have the same
+            name, the log follows another step, or the file cannot be written. When training begins: see `PerUpdate`.
 
     Source: the loggers of HF Accelerate and Lightning write the same values, once per update.
 
@@ -104,8 +99,7 @@ class WindowLog(Callback):
                **{f"learning_rate{f'_{i}' * (len(rates) > 1)}": rate for i, rate in enumerate(rates)},
                "grad_norm": status.grad_norm, "skipped": status.skipped, "seen": status.seen, "seconds": seconds,
                "per_second": status.weight / seconds}
-        scaling = next((stage for stage in boundary.window.stages if isinstance(stage, LossScale)), None)
-        if scaling is not None:
+        for scaling in (stage for stage in boundary.window.stages if isinstance(stage, LossScale)):
             row["loss_scale"] = float(scaling.loss_scale())
         extra = self._extra()
         if twice := set(row) & set(extra):
@@ -122,15 +116,17 @@ class WindowLog(Callback):
 
     def _begin(self, update_step: int, columns: list[str]) -> None:
         """Begin the file with the rows before an update."""
-        rows: list[dict] = []
+        rows = []
         if os.path.exists(self._to):
             with open(self._to, newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)
                 rows = [*reader]
             if update_step > 1 and reader.fieldnames not in (None, columns):
-                raise ValueError(_COLUMNS.format(self._to, reader.fieldnames, columns))
+                raise ValueError(f"{self._to} has the columns {reader.fieldnames}, expected {columns}, with which this "
+                                 "run goes on; give WindowLog another path")
         if rows and update_step == 1 and self._written is None:
-            warn(_OLD.format(self._to, len(rows)), UserWarning, stacklevel=2)
+            warn(f"{self._to} holds {len(rows)} rows of an earlier run, which this new run overwrites; give WindowLog "
+                 "another path to keep them", UserWarning, stacklevel=2)
         # A full disk may have cut a row.
         kept = [row for row in rows if update_step > 1 and None not in (*row, *row.values())
                 and int(row["update_step"]) < update_step]

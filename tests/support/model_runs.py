@@ -1,10 +1,12 @@
 """Runs of `mindspore.train.Model` with a TrainOneStepCell, and the oracle after the same run."""
+import mindspore as ms
 import numpy as np
-from mindspore import nn
+from mindspore import nn, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Model
 
 from ms_accum import TrainOneStepCell
+from ms_accum.core.window import ADDED
 from ms_accum.selftest.comparing import values
 from ms_accum.selftest.networks import MLP, batches
 from support import reference
@@ -57,3 +59,22 @@ class TwoCells(nn.Cell):
 
     def construct(self, x, y):
         return self.one(x, y) + self.other(x, y)
+
+
+def saved(step):
+    """What a file holds of a step or a cell: its numbers and place, the parameters and the optimizer."""
+    boundary = step.boundary
+    counts, sums, _ = boundary.of_last_update()
+    held = [p.asnumpy().copy() for p in (*step.optimizer.parameters, *boundary.rates.state.values())]
+    return counts, sums, held, (boundary.place.epochs, int(counts[ADDED]) - boundary.place.first)
+
+
+def load(step, file):
+    """Load what `saved` returned."""
+    counts, sums, held, place = file
+
+    def assign():
+        for p, value in zip((*step.optimizer.parameters, *step.boundary.rates.state.values()), held):
+            ops.assign(p, ms.Tensor(value))
+
+    step.boundary.load(counts, sums, assign, place)
