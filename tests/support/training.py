@@ -27,7 +27,7 @@ def counting(network, accumulate_step=1, **options):
 
 def gradient_of(forward_fn, network, batch, **options):
     """The gradient that one call hands to the optimizer, and what the call returns."""
-    acc = counting(network)
-    result = make_train_step(forward_fn, acc, **options)(*batch)
-    assert int(acc.optimizer.calls) == 1
-    return values(acc.optimizer.seen), result
+    optimizer = Counting(ParameterTuple(network.trainable_params()))
+    result = make_train_step(forward_fn, optimizer, 1, **options)(*batch)
+    assert int(optimizer.calls) == 1
+    return values(optimizer.seen), result
