@@ -41,12 +41,12 @@ _SCHEDULED = ("the learning rate of {} is a {}: each update computes it from the
               "optimizer with another schedule or list, and load_checkpoint")
 
 
-def checked_parameters(optimizer: object, name: str = "optimizer") -> tuple[Parameter, ...]:
+def checked_parameters(optimizer: object) -> tuple[Parameter, ...]:
     """Return the parameters of `optimizer`. Raise TypeError or ValueError if it cannot use accumulated gradients."""
     parameters = getattr(optimizer, "parameters", None)
     listed = isinstance(parameters, (tuple, list)) and all(isinstance(p, Parameter) for p in parameters)
     if not callable(optimizer) or not listed:
-        raise TypeError(f"{name} is of type {type(optimizer).__name__}, expected a MindSpore optimizer; "
+        raise TypeError(f"optimizer is of type {type(optimizer).__name__}, expected a MindSpore optimizer; "
                         "give e.g. nn.SGD(network.trainable_params(), learning_rate=0.01)")
     if not parameters:
         raise ValueError("optimizer holds no parameters, expected at least one; give it network.trainable_params()")

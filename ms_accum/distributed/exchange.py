@@ -32,7 +32,6 @@ from .tags import (
     COMPARE,
     EVALUATE,
     LOAD,
-    TRAIN,
     RanksDiffer,
     Tags,
     announce,
@@ -239,7 +238,7 @@ class ManyRanks(OneDevice):
         return agreed, as_numbers(ops.depend(sums, flat), 3)  # `depend` uses what nobody needs, or MindSpore warns
 
     def _compared(self, tags: Tags, numbers: Numbers, held: Scalar = 0) -> tuple[Tensor, Tensor, Tensor]:
-        return tags.compare(TRAIN, self.number, self.rounds + 0.0, numbers, held)
+        return tags.compare(self.number, self.rounds + 0.0, numbers, held)
 
     def evaluated(self, count: Callable[[], np.ndarray]) -> np.ndarray:
         """See `OneDevice`."""

@@ -87,21 +87,21 @@ class Tags:
             parts = (*parts, ops.zeros(after, ms.float32))
         return self.sum(ops.concat(parts))
 
-    def compare(self, what: int, number: int, rounds: Tensor, numbers: Numbers, held: Scalar = 0) -> tuple[
+    def compare(self, number: int, rounds: Tensor, numbers: Numbers, held: Scalar = 0) -> tuple[
             Tensor, Tensor, Tensor]:
-        """Exchange tags, and three numbers. Return whether all tags are equal (bool `()`), and the sums, `(3,)`.
+        """Exchange tags and three numbers. Return whether all tags are equal (bool `()`), and the sums, `(3,)`.
 
         If the mark is 0 already, the result is False. Also return what the collective returned: on Ascend, gradients
         that wait for the sums, a few kernels later, would be exchanged later (12 x Dense 2048, sync="microbatch": 12.3
         bytes per parameter instead of 8.8).
 
         Args:
-            what, number: What this rank does, and the accumulator.
+            number: Of the accumulator.
             rounds: See `ManyRanks`; float32 `(1,)`.
             numbers: Three numbers.
             held: Number of microbatches in the open window, if ranks count them together.
         """
-        does, before = Tensor([what, number], ms.float32), self.agreed + 0.0
+        does, before = Tensor([TRAIN, number], ms.float32), self.agreed + 0.0
         rest = as_vector((held, 1.0, *numbers))
         flat = self.rows(ops.concat((does, rounds, rest[:1], before, rest[2:])))
         rows = flat.reshape(self.size, _WIDTH)

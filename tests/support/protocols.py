@@ -21,7 +21,7 @@ from mindspore.communication import get_group_size, get_rank, init
 
 from ms_accum import DataParallel, load_checkpoint, make_train_step, save_checkpoint, shard_parameters, until_weight
 from ms_accum.distributed.exchange import ManyRanks
-from ms_accum.distributed.tags import WAIT, Tags, announce, forget_disagreement
+from ms_accum.distributed.tags import TRAIN, WAIT, Tags, announce, forget_disagreement
 from ms_accum.tensors import as_vector
 
 RATE, BUDGET, FEATURES = 0.1, 3, 3
@@ -234,9 +234,9 @@ def main(folder, first, count, option=None):
             file.write(json.dumps(found) + "\n")
 
 
-def untagged(self, what, number, rounds, numbers, held=0):
+def untagged(self, number, rounds, numbers, held=0):
     """In place of `Tags.compare`: all ranks agree."""
-    flat = self.rows(as_vector((what, number, rounds, held, 1.0, *numbers)))
+    flat = self.rows(as_vector((TRAIN, number, rounds, held, 1.0, *numbers)))
     return Tensor(True), flat.reshape(self.size, -1)[:, 5:].sum(0), flat
 
 
