@@ -215,7 +215,6 @@ class Accumulator(Uncopied):
         Raises:
             TypeError, ValueError: If `grads` or `weight` does not fit (in graph mode: when the graph is compiled). The
                 state is then unchanged.
-            RuntimeError: If a train step or a cell uses this accumulator (in graph mode: when the graph is compiled).
             ValueError: If a parameter is frozen (in graph mode: when the graph is compiled; not later).
         """
         note_called(self.window.number, isconstant(self.mini_step), False)
@@ -239,7 +238,7 @@ class Accumulator(Uncopied):
         `condition` is neither a Tensor nor a bool, ValueError if it is a Tensor of more than one element.
         """
         require_condition(isinstance(condition, bool), condition.shape if isinstance(condition, Tensor) else None)
-        note_closed(self.window.number, isconstant(self.mini_step), True)  # in a graph, no value is known
+        note_closed(self.window.number, True)  # in a graph, no value is known
         return self.window.close_if(condition)
 
     def apply(self) -> None:
@@ -248,7 +247,7 @@ class Accumulator(Uncopied):
         For an empty window, the optimizer runs with a gradient of 0, unless `on_nonfinite` or a loss scaler drops it;
         `flush` does nothing in this case.
         """
-        note_closed(self.window.number, isconstant(self.mini_step), True)
+        note_closed(self.window.number, True)
         self.window.close()
 
     def flush(self) -> bool:
@@ -263,7 +262,7 @@ class Accumulator(Uncopied):
 
     def reset(self) -> None:
         """Drop the open window, also after an error: set the buffers, `mini_step` and `weight_sum` to 0."""
-        note_closed(self.window.number, isconstant(self.mini_step), False)
+        note_closed(self.window.number, False)
         self.window.reset()
 
     def scaled(self, loss: Tensor) -> Tensor:

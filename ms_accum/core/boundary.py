@@ -6,7 +6,7 @@ left. For a train step, the host counts down. It reads the device only where it 
 - when a window should be full, if a stage may skip a microbatch or drop a window;
 - after each microbatch, if a weight closes windows (`until_weight`);
 - when an epoch begins;
-- before the next microbatch after an error, a load, a flush, or a window that was closed by hand;
+- before the next microbatch after an error, a load, or a flush;
 - in a cell, after as many microbatches as may still be skipped in a row, at most 64.
 
     begin:   count known? ─ no ─► read the device, close the window if it is full
@@ -55,22 +55,18 @@ from .window import UPDATING
 if TYPE_CHECKING:
     from .window import Window
 
-_BY_HAND = ("microbatches were added to this accumulator by hand, so a train step or cell cannot use it; give the step "
-            "an Accumulator of its own")
-_DRIVEN = ("a train step or a cell fills this accumulator, so nothing can be added by hand; give the hand-written loop "
-           "an Accumulator of its own")
 _TORN_BATCH = ("the open window may hold only some pieces of a batch, because an error or an interrupt stopped the "
-               "others (op by op: only some of its gradients); call accumulator.reset(), which drops the open window, "
+               "others (op by op: only some of its gradients); call reset(), which drops the open window, "
                "and continue with the next batch")
 _TORN_UPDATE = ("an error or an interrupt stopped an update, so it may have changed only some of the parameters (or it "
                 "stopped a reset or a load); load a checkpoint, on all ranks, or, on one device, call "
-                "accumulator.reset(), which drops the window")
+                "reset(), which drops the window")
 _STUCK = ("more than max_skips={} {} in a row were skipped ({} by now, {} in all), because {}, after "
           "update {}; look for NaN in the batches since then, lower the initial loss scale or the "
           "learning rate, or load a checkpoint; another call continues the training")
 _LOST = ("a window of the accumulator for {} that holds {} is lost: it was neither applied, saved (by save_checkpoint) "
          "nor reset; train with train_step.epoch(batches), which applies the incomplete last window, call flush(), "
-         "give Model the callback FlushCallback(), or call accumulator.reset() to drop it")
+         "give Model the callback FlushCallback(), or call reset() to drop it")
 _RESUMED = ("the checkpoint was saved after {} microbatches of epoch {} (counted from 0); give all batches of that "
             "epoch to epoch(batches, resume=True), which skips these; or only the others, with resume=False. For "
             "epochs of n batches, give epoch(islice(batches, n)): after break, an epoch has not ended")
@@ -80,7 +76,7 @@ _NOT_SKIPPED = ("the checkpoint was saved after {0} microbatches of an epoch, bu
                 "with them, they are trained again; call model.train(1, dataset.skip({0}), ...) first")
 _GOES_ON = ("{} microbatches that were trained before are in an open window, which this training fills up with the "
             "first batches of its data; to go on with an epoch that was stopped, call model.train(1, dataset.skip({}), "
-            "...) first; to drop the window, call accumulator.reset()")
+            "...) first; to drop the window, call reset()")
 _LEFT = ("the last loop was left in epoch {} (counted from 0) after {} microbatches, so it is not known whether the "
          "epoch goes on; leave out resume to begin the next one, or give resume=False and only its other batches")
 _OTHER_SIZE = ("resume=True has skipped {} batches, because as many microbatches of this epoch were trained; these had "
@@ -89,8 +85,8 @@ _OTHER_SIZE = ("resume=True has skipped {} batches, because as many microbatches
 _STOPPED = ("an error or an interrupt stopped a microbatch, perhaps after its forward pass had moved statistics of "
             "BatchNorm: they are then off by this microbatch, or move twice if it is trained again; load a checkpoint "
             "for exact ones")
-_OTHER_LOOP = ("another loop over epoch has begun, of this step or of one that shares its accumulator, so this one "
-               "cannot go on; train on the batches of both in one loop, or by single calls")
+_OTHER_LOOP = ("another loop over epoch of this step has begun, so this one cannot go on; train on the batches of both "
+               "in one loop, or by single calls")
 _OTHER_RANKS = ("the checkpoint was saved in the middle of an epoch with another number of ranks or another "
                 "DataParallel, so it does not know which batches this rank has trained; give resume=False, and only "
                 "batches that no rank has trained")
@@ -190,7 +186,6 @@ class Boundary:
         since_load: Number of calls that trained a microbatch, or would have, since a checkpoint was loaded.
         has_epochs: Whether there was one, also in the run that was loaded.
         has_place: Whether `trained` counts the batches of this rank, not those of rank 0 in another exchange.
-        is_driven: Whether a train step or a cell fills the accumulator; then nothing can be added by hand.
         eager: Whether the host runs op by op.
         generation: How often all graphs were forgotten.
         changes: How often an option in the optimizer's `param_groups` was changed, which graphs of an update hold.
@@ -198,12 +193,12 @@ class Boundary:
     """
 
     def __init__(self, window: Window, settings: dict[str, str], max_skips: int) -> None:
-        self.window, self.settings, self.max_skips, self.is_driven = window, settings, max_skips, False
+        self.window, self.settings, self.max_skips = window, settings, max_skips
         self.addresses: list[tuple[Parameter, int]] = []
         # Whether the host's countdown is enough: no microbatch can be skipped, no window dropped or closed by a weight.
         self._may_skip = window.may_skip or window.may_drop
         self._counts_alone = not self._may_skip and window.length.budget is None
-        self._filled_by_hand = self._closed_in_graphs = self.has_own_graphs = False
+        self.has_own_graphs = False
         self.eager, self._graphs = True, {}  # type: bool, dict[str, Callable]
         self.generation = self.changes = 0
         self.saved: Optional[tuple[int, int]] = None
@@ -247,7 +242,7 @@ class Boundary:
     @property
     def is_known(self) -> bool:
         """Return whether the host's counts are valid without reading the device."""
-        return self._missing is not None and not self._closed_in_graphs
+        return self._missing is not None
 
     # --- a microbatch -------------------------------------------------------------------------------------------------
 
@@ -259,18 +254,15 @@ class Boundary:
 
         Args:
             in_epoch: Whether a loop over an epoch trains it. Once there was such a loop, a microbatch that a script
-                trains beside it (a hard batch again, a step that shares the accumulator) has no place in an epoch: a
-                resumed run would skip a batch for it.
+                trains beside it (a hard batch again) has no place in an epoch: a resumed run would skip a batch for it.
             on_device: Whether `end_on_device` will end it, so that the host need not know how many are missing.
 
         Raises:
-            RuntimeError: If an error left a part of a batch in the open window, or stopped an update; if the
-                accumulator is filled by hand; if more than `max_skips` were skipped in a row.
+            RuntimeError: If an error left a part of a batch in the open window, or stopped an update; if more than
+                `max_skips` were skipped in a row.
             ValueError: If a parameter is frozen, and this microbatch may close the window; see also `follow_groups`.
         """
-        if self._filled_by_hand:
-            raise RuntimeError(_BY_HAND)
-        self.is_driven, self.since_load = True, self.since_load + 1
+        self.since_load += 1
         self.note_given()
         self.follow_groups()
         was_stopped, trained = self._is_running, self.trained
@@ -708,13 +700,9 @@ class Boundary:
     # --- what other code does with the window -------------------------------------------------------------------------
 
     def note_filled(self) -> None:
-        """Note that a microbatch is added by hand. Raise an error if a step does, or a parameter is frozen."""
-        if self.is_driven:
-            raise RuntimeError(_DRIVEN)
+        """Note that a microbatch is added by hand. Raise ValueError if a parameter is frozen."""
         require_trainable(self.window.weights)
         self.note_given()
-        self.settings.pop("weights", None)  # only the script knows what they count
-        self._filled_by_hand = True
         self._ended = None
         self._is_loaded = self._is_interrupted = False
 
@@ -733,17 +721,13 @@ class Boundary:
             self.ask()
         self._may_be_full = not is_done
 
-    def note_closed(self, runs_op_by_op: bool, is_applied: bool) -> None:
+    def note_closed(self, is_applied: bool) -> None:
         """Note that a window is closed or dropped by hand. Raise ValueError if it is applied and a parameter is frozen.
-
-        A compiled graph calls this once, when it is compiled, not each time it closes a window. So from then on, the
-        device is read before each microbatch.
         """
         if is_applied:
             require_trainable(self.window.weights)
         self.forget()
         self.logged = self.recalled = Logged()
-        self._closed_in_graphs = self._closed_in_graphs or not runs_op_by_op
 
     def note_given(self) -> None:
         """Note what the script gave the optimizer, before anything is trained, saved or loaded."""
@@ -756,7 +740,7 @@ class Boundary:
 
         By hand, nobody notes the memory after the first microbatch, so the first call of this does it.
         """
-        if self._filled_by_hand and not self.addresses:
+        if self.window.is_in_use and not self.addresses:
             self.addresses = addresses_of(self.window)
         require_same(self.addresses, self.window)
 
@@ -801,15 +785,6 @@ class Boundary:
         self.has_epochs, self._is_moved = has_epochs or int(window.place[0]) > 0, True
         self._place = None
 
-    @property
-    def gives_back(self) -> bool:
-        """Return whether others may have the buffers of an accumulator that is gone.
-
-        A user's compiled function, or a Cell, may go on with them: MindSpore does not notice that a name in it is bound
-        to another object.
-        """
-        return self.has_own_graphs and not (self._filled_by_hand or self._closed_in_graphs)
-
     def watch(self, accumulator: object, name: str) -> None:
         """Warn of a lost window when `accumulator` is collected or the process ends; then others may have its buffers.
 
@@ -842,7 +817,7 @@ def _at_the_end(boundary: Boundary, process: int, name: str) -> None:
         differ = window.exchange.disagreement()
         if differ is not None:
             warn(str(differ), UserWarning, stacklevel=2)
-    if boundary.gives_back:
+    if boundary.has_own_graphs:
         window.exchange.give_back(window.buffers)
 
 

@@ -56,9 +56,9 @@ def note_called(number: int, runs_op_by_op: bool, is_done: bool) -> bool:
 
 
 @constexpr
-def note_closed(number: int, runs_op_by_op: bool, is_applied: bool) -> bool:
+def note_closed(number: int, is_applied: bool) -> bool:
     """Note that a window is closed by hand; see `Boundary.note_closed`."""
-    _boundaries[number].note_closed(runs_op_by_op, is_applied)
+    _boundaries[number].note_closed(is_applied)
     return True
 
 

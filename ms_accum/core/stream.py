@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 _TWICE = ("the gradient of {} came more than once in one backward pass, so it was added more than once; train this "
-          "network with a compiled step; or call accumulator.reset(), which drops the open window, and continue with "
+          "network with a compiled step; or call reset(), which drops the open window, and continue with "
           "the next batch")
 
 

@@ -58,15 +58,14 @@ class TrainOneStepCell(Uncopied, nn.Cell):
     Args:
         network: A Cell that returns the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape `()`;
             e.g. an `nn.WithLossCell`.
-        optimizer: An optimizer, or an `Accumulator` with `reduction="mean"`. For an optimizer, such an accumulator is
-            built.
-        accumulate_step: Number of microbatches in a window; see `Accumulator`. Required with an optimizer.
+        optimizer: A MindSpore optimizer; see `Accumulator`. The cell builds an accumulator of its own for it.
+        accumulate_step: Number of microbatches in a window; see `Accumulator`.
         batch_axis: The axis that counts the samples; see `make_train_step`.
         weight_fn: `(*batch) -> weight`: the denominator of the network's mean; see `make_train_step`.
         has_weight: Whether the network returns `(loss, weight)`; see `make_train_step`.
         loss_reduction: "sum" if the network returns a sum; see `make_train_step`.
-        **options: Options of `Accumulator`, which require an optimizer: `clip_norm`, `loss_scaler`, `on_nonfinite`,
-            `max_skips`, `reducer`, `stages` and `buffer_dtype`.
+        **options: Options of `Accumulator`: `clip_norm`, `loss_scaler`, `on_nonfinite`, `max_skips`, `reducer`,
+            `stages` and `buffer_dtype`.
 
     Inputs:
         The microbatch: Tensors, as for `make_train_step`.
@@ -105,8 +104,8 @@ class TrainOneStepCell(Uncopied, nn.Cell):
     def __init__(
         self,
         network: nn.Cell,
-        optimizer: Union[nn.Optimizer, Accumulator],
-        accumulate_step: Optional[AccumulateStep] = None,
+        optimizer: nn.Optimizer,
+        accumulate_step: AccumulateStep,
         *,
         batch_axis: int = 0,
         weight_fn: Optional[Callable] = None,
@@ -267,6 +266,10 @@ class TrainOneStepCell(Uncopied, nn.Cell):
     def status(self) -> Status:
         """Return the accumulator's counters (see `Accumulator`) in one read, which waits for the device."""
         return self.accumulator.status()
+
+    def reset(self) -> None:
+        """Drop the open window, also after an error."""
+        self.accumulator.reset()
 
     def flush(self) -> bool:
         """Apply the incomplete window if one is open. Return whether a window was closed (applied or dropped)."""

@@ -129,7 +129,7 @@ def fused_buffers(dtype: str) -> Sequence[np.ndarray]:
         found = fused_products(Path(folder))
     assert found == matrices, f"{found} products of {matrices} are fused"
     buffers = values(step.window.buffers)
-    step.accumulator.reset()
+    step.reset()
     return buffers
 
 

@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 from mindspore import Tensor, ops
 
-from ms_accum import Accumulator
-
 from . import plain
 from .drivers import Driver
 from .networks import MLP, NO_TARGET, TargetLoss
@@ -67,12 +65,13 @@ class Training:
         optimizer, (name, pieces) = plain.optimizer_of(trained(self.network.trainable_params())), DRIVERS[driver]
         by_hand = name.startswith("hand")
         summed = by_hand and divisor is not None
-        self.accumulator = Accumulator(optimizer, length, reduction="sum" if summed else "mean", **options)
         own: dict[str, Any] = {} if by_hand else {"loss_reduction": reduction}
         if name.startswith("step"):
             own["pieces"] = pieces
-        self.driver = Driver(name, self.accumulator, TargetLoss(self.network, reduction),
-                             (once if summed else weight_fn,), (divisor or 1.0) if summed else 1.0, **own)
+        self.driver = Driver(name, TargetLoss(self.network, reduction), optimizer, length,
+                             once if summed else weight_fn, (divisor or 1.0) if summed else 1.0,
+                             "sum" if summed else "mean", options, **own)
+        self.accumulator = self.driver.accumulator
         every = (*self.network.get_parameters(), *optimizer.get_parameters())
         self.state = list({id(p): p for p in every}.values())
         # A copy, because asnumpy() shares the memory of a Parameter, which training changes.

@@ -14,7 +14,8 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from ..arguments import require_callable
+from ..arguments import require_callable, require_options
+from ..core.accumulator import Options
 from ..mindspore_api import jit_class
 from ..tensors import FLOATS, after, cast, reshape
 from .batch import Loss, checked_loss, checked_pieces, places_of, positional, select_rows
@@ -24,7 +25,8 @@ from .train_mode import checked_networks
 from .train_step import TrainStep, averaging
 
 if TYPE_CHECKING:
-    from ..core.accumulator import Accumulator
+    from typing_extensions import Unpack
+
     from ..core.boundary import Boundary
     from ..core.length import AccumulateStep
     from .batch import Cut
@@ -33,11 +35,12 @@ if TYPE_CHECKING:
 def make_grad_cache_step(
     encode_fn: Callable,
     loss_fn: Callable,
-    optimizer: Union[nn.Optimizer, Accumulator],
-    accumulate_step: Optional[AccumulateStep] = None,
+    optimizer: nn.Optimizer,
+    accumulate_step: AccumulateStep,
     *,
     pieces: int,
     network: Union[nn.Cell, tuple[nn.Cell, ...], None] = None,
+    **options: Unpack[Options],
 ) -> TrainStep:
     """Build a compiled train step for a loss over a whole batch, such as InfoNCE, that needs the memory of one piece.
 
@@ -56,12 +59,13 @@ def make_grad_cache_step(
             passes must compute the same values: random layers (Dropout) raise an error when the step runs. BatchNorm in
             training mode normalises each piece, not the batch, and its moving statistics are updated twice.
         loss_fn: `(*representations) -> loss` of the whole batch: float Tensor of shape `()`.
-        optimizer: An optimizer, or an accumulator with `reduction="mean"`, as in `make_train_step`. A batch is one
-            microbatch, and its weight is its number of samples. The optimizer may also hold parameters of `loss_fn`
-            (e.g. a temperature). With several ranks, each rank uses the negatives of its own batch.
-        accumulate_step: Number of batches in a window. Required with an optimizer.
+        optimizer: An optimizer. A batch is one microbatch, and its weight is its number of samples. The optimizer may
+            also hold parameters of `loss_fn` (e.g. a temperature). With several ranks, each rank uses the negatives of
+            its own batch.
+        accumulate_step: Number of batches in a window.
         pieces: Number of pieces that a batch is cut into, as in `make_train_step`; the last one may be shorter.
         network: The networks that the functions use, as in `make_train_step`.
+        **options: Options of `Accumulator`, as in `make_train_step`.
 
     Returns:
         `train_step(*batch) -> loss`, a float32 Tensor of shape `()`. `epoch`, `flush`, `updated` and named batches work
@@ -69,9 +73,9 @@ def make_grad_cache_step(
 
     Raises:
         TypeError: If an argument is of the wrong kind.
-        ValueError: If `pieces` is out of range, or the accumulator has `reduction="sum"`, looks at single pieces (a
-            noise scale, `on_nonfinite="skip_microbatch"`) or exchanges them between ranks (`sync="microbatch"`): here,
-            the gradient of a piece is not an estimate of the batch's gradient.
+        ValueError: If `pieces` is out of range, or an option looks at single pieces (a noise scale,
+            `on_nonfinite="skip_microbatch"`) or exchanges them between ranks (`sync="microbatch"`): here, the gradient
+            of a piece is not an estimate of the batch's gradient.
 
     Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021
     (https://arxiv.org/abs/2101.06983).
@@ -93,11 +97,12 @@ def make_grad_cache_step(
     """
     require_callable("encode_fn", encode_fn)
     require_callable("loss_fn", loss_fn)
-    accumulator, pieces = averaging(optimizer, accumulate_step), checked_pieces(pieces)
+    require_options(make_grad_cache_step, options, Options)
+    accumulator, pieces = averaging(optimizer, accumulate_step, **options), checked_pieces(pieces)
     window = accumulator.window
     window.exchange.require_alike({"the kind of step": "make_grad_cache_step", "pieces": pieces})
     if window.exchange.inside > 1 or window.looks_at_gradients:
-        raise ValueError('the accumulator looks at single pieces (stages, "skip_microbatch", or sync="microbatch" '
+        raise ValueError('an option looks at single pieces (stages, "skip_microbatch", or sync="microbatch" '
                          'or "node"), but here the gradient of a piece is not an estimate of that of the batch; give '
                          '"skip_window" or sync="window"')
 

@@ -18,7 +18,7 @@ from mindspore import nn
 from ..arguments import Uncopied, boolean, instance_of, one_of, require_callable, require_options, whole_number
 from ..core.accumulator import REDUCTIONS, Accumulator, Options
 from ..core.epoch import Epoch, warn_of_no_batch, without_first
-from ..core.optimizers import checked_parameters, next_rates, require_rates, set_rates, warn_if_idle
+from ..core.optimizers import next_rates, require_rates, set_rates, warn_if_idle
 from ..core.precision import warn_of_lost_gradients
 from ..core.stream import Stream
 from ..distributed.parallel_modes import require_unsharded
@@ -120,7 +120,7 @@ class TrainStep(Uncopied):
         require_unsharded(networks or networks_of(functions))
         self.accumulator, self.window, self.boundary = accumulator, accumulator.window, accumulator.boundary
         self.boundary.has_own_graphs, self._eager = True, eager
-        self.boundary.settings["weights"] = counts  # another step may have set it
+        self.boundary.settings["weights"] = counts
         if eager:
             warn_if_idle(accumulator.optimizer)
         if pieces > 1:
@@ -151,9 +151,9 @@ class TrainStep(Uncopied):
     def trained(self) -> int:
         """Return the number of microbatches trained since the epoch began; without epochs, by all calls.
 
-        Once there was a loop over `epoch`, calls beside it do not count: a batch that is trained again, a step that
-        shares the accumulator. It is part of a checkpoint. After an error or an interrupt it is read from the device:
-        it may be one more than the number of losses yielded.
+        Once there was a loop over `epoch`, calls beside it do not count, e.g. of a batch that is trained again. It is
+        part of a checkpoint. After an error or an interrupt it is read from the device: it may be one more than the
+        number of losses yielded.
         """
         return self.boundary.trained if self.boundary.is_known else self.status().trained
 
@@ -209,7 +209,7 @@ class TrainStep(Uncopied):
         again that of the loop. A save before that holds the place that the file had.
 
         Leaving the loop early (`break`, an error) leaves the window open: the next epoch continues it, `flush()`
-        applies it, `accumulator.reset()` drops it. With several ranks, the numbers of batches may differ: a rank that
+        applies it, `reset()` drops it. With several ranks, the numbers of batches may differ: a rank that
         runs out of data takes part in the windows of the others with weight 0, and yields its last loss when all ranks
         have finished.
 
@@ -411,6 +411,10 @@ class TrainStep(Uncopied):
         require_python("flush of a train step", COMPILES)
         return self._flush()
 
+    def reset(self) -> None:
+        """Drop the open window, also after an error."""
+        self.accumulator.reset()
+
     def _flush(self, ends_epoch: bool = False) -> bool:
         self._updated = None
         self.boundary.run_as(self._eager)
@@ -524,8 +528,8 @@ class TrainStep(Uncopied):
 
 def make_train_step(
     forward_fn: Callable,
-    optimizer: Union[nn.Optimizer, Accumulator],
-    accumulate_step: Optional[AccumulateStep] = None,
+    optimizer: nn.Optimizer,
+    accumulate_step: AccumulateStep,
     *,
     pieces: int = 1,
     batch_axis: int = 0,
@@ -553,9 +557,9 @@ def make_train_step(
             parameters by name. Unless `eager` is true, it is compiled: Python side effects (`seen.append(...)`) have no
             effect, and changing an argument in place (`labels.mul_(mask)`) changes the caller's Tensor, for all later
             epochs.
-        optimizer: An optimizer, or an `Accumulator` with `reduction="mean"`.
+        optimizer: A MindSpore optimizer; see `Accumulator`. The step builds an accumulator of its own for it.
         accumulate_step: Number of microbatches in a window: an int, `{update_step: n}` or `until_weight(budget)`;
-            see `Accumulator`. Required with an optimizer, not allowed with an Accumulator.
+            see `Accumulator`.
         pieces: Number of pieces that each microbatch is cut into; peak activation memory is that of one. The batch size
             n is the length of the batch axis of the first Tensor that has axes. Tensors whose batch axis has length n
             are cut, ceil(n / pieces) samples each; all other arguments are passed whole. An empty batch (n = 0) counts
@@ -582,21 +586,20 @@ def make_train_step(
         network: The networks that are trained, a Cell or a tuple of Cells, so that `set_train` and `evaluate` work with
             them. Needed only if `forward_fn` is no Cell and does not name them itself: in a closure, as a global, as a
             default, or as an attribute of its `self`.
-        **options: Options of `Accumulator`, which require an optimizer: `clip_norm`, `buffer_dtype`, `on_nonfinite`,
-            `max_skips`, `reducer`, `stages` and `loss_scaler`.
+        **options: Options of `Accumulator`: `clip_norm`, `buffer_dtype`, `on_nonfinite`, `max_skips`, `reducer`,
+            `stages` and `loss_scaler`.
 
     Returns:
         A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is a float32 Tensor of shape `()`: the
         weighted mean over the pieces, never divided by `accumulate_step`.
 
     Raises:
-        TypeError: If an argument is of the wrong kind, `accumulate_step` is missing, or a function is a lambda inside
-            another expression, which MindSpore cannot compile.
-        ValueError: If an argument is out of range, if `has_weight` is given with a `weight_fn`, if an accumulator is
-            given together with options of `Accumulator` or has `reduction="sum"`, or if a parameter was frozen after
-            the optimizer was built.
+        TypeError: If an argument is of the wrong kind, or a function is a lambda inside another expression, which
+            MindSpore cannot compile.
+        ValueError: If an argument is out of range, if `has_weight` is given with a `weight_fn`, or if a parameter was
+            frozen after the optimizer was built.
         RuntimeError: When the step is called, if an error or an interrupt left only some pieces of a batch in the open
-            window; `accumulator.reset()` drops it.
+            window; `train_step.reset()` drops it.
 
     Source: `jax.lax.scan` over microbatches cuts a batch inside the step; RATEX schedules two graphs on the host;
     `loss_reduction="sum"` is Megatron's `calculate_per_token_loss`; `eager` is Keras' `run_eagerly`.
@@ -681,26 +684,12 @@ def require_op_by_op() -> None:
                            "mindspore.set_context(mode=mindspore.PYNATIVE_MODE), or leave eager=True out")
 
 
-def averaging(optimizer: Any, accumulate_step: Optional[AccumulateStep] = None,
-              **options: Unpack[Options]) -> Accumulator:
-    """Return an accumulator with `reduction="mean"`: the given one, or one built for the given optimizer."""
-    given = {name: value for name, value in options.items() if value not in (None, "apply", ())}
-    if not isinstance(optimizer, Accumulator):
-        checked_parameters(optimizer)
-        if accumulate_step is None:
-            raise TypeError("accumulate_step is missing, expected the number of microbatches in a window; give e.g. "
-                            "accumulate_step=4, or an Accumulator instead of the optimizer")
-        return Accumulator(optimizer, accumulate_step, reduction="mean", **options)
-    if accumulate_step is not None or given:
-        names = ", ".join([*(["accumulate_step"] if accumulate_step is not None else []), *given])
-        raise ValueError(f"got an Accumulator and also {names}, which the Accumulator already has; give an "
-                         "optimizer with these arguments, or only the Accumulator")
-    require_trainable(optimizer.weights)
-    reduction = optimizer.boundary.settings["reduction"]
-    if reduction != "mean":
-        raise ValueError(f'the accumulator has reduction={reduction!r}, expected "mean": a train step and a cell do '
-                         'not divide the loss, so a sum of N gradients is N times too large; give reduction="mean"')
-    return optimizer
+def averaging(optimizer: nn.Optimizer, accumulate_step: AccumulateStep, **options: Unpack[Options]) -> Accumulator:
+    """Return an accumulator with `reduction="mean"` for an optimizer."""
+    if isinstance(optimizer, Accumulator):
+        raise TypeError("optimizer is an Accumulator, which is for loops by hand, expected an optimizer; give the "
+                        "optimizer, accumulate_step and its options, for an accumulator of the step's own")
+    return Accumulator(optimizer, accumulate_step, reduction="mean", **options)
 
 
 def require_weight(batches: int, weight: float) -> None:

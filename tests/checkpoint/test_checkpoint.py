@@ -32,12 +32,14 @@ BATCHES = batches([4, 6, 4, 4, 6, 6, 6, 4, 4, 6, 4, 6])
 
 
 def build(optimizer="Momentum", hidden=5, accumulate_step=3, reduction="mean", scaler=False, **options):
-    """A network, its accumulator, and the train step that feeds it."""
+    """A network, its accumulator, and the train step that feeds it; by hand for sums."""
     network = MLP(hidden=hidden)
-    weights = network.trainable_params()
-    acc = Accumulator(OPTIMIZERS[optimizer](weights), accumulate_step, 0.5, reduction=reduction,
-                      loss_scaler=amp.DynamicLossScaler(1024, 2, 2) if scaler else None, **options)
-    return network, acc, make_train_step(mean_loss(network), acc) if reduction == "mean" else None
+    optimizer = OPTIMIZERS[optimizer](network.trainable_params())
+    options = {"clip_norm": 0.5, "loss_scaler": amp.DynamicLossScaler(1024, 2, 2) if scaler else None, **options}
+    if reduction == "sum":
+        return network, Accumulator(optimizer, accumulate_step, reduction="sum", **options), None
+    train_step = make_train_step(mean_loss(network), optimizer, accumulate_step, **options)
+    return network, train_step.accumulator, train_step
 
 
 def train(train_step, first, last):
@@ -152,26 +154,24 @@ def test_a_closed_window_goes_on_with_another_accumulate_step():
             assert (difference(values(network.get_parameters()), uninterrupted) == 0) == same
 
 
-def a_step(network, acc):
-    return make_train_step(mean_loss(network), acc)
-
-
-def a_cell(network, acc):
-    return TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), acc)
-
-
-@pytest.mark.parametrize("make", [a_step, a_cell])
+@pytest.mark.parametrize("make", [
+    lambda network, *settings: make_train_step(mean_loss(network), *settings),
+    lambda network, *settings: TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), *settings)])
 def test_a_full_window_that_an_interrupt_left_open_is_closed_by_the_next_call(make):
-    network, acc, _ = build()
-    grad_fn = ms.value_and_grad(mean_loss(network), None, acc.optimizer.parameters)
-    for x, y in BATCHES[:3]:
-        acc.add(grad_fn(*tensors(x, y))[1], 4)
-    save_checkpoint("c.safetensors", network, acc)
-    network, acc, _ = build()
-    train_step = make(network, acc)
+    def made():
+        network = MLP()
+        return network, make(network, OPTIMIZERS["Momentum"](network.trainable_params()), 3)
+
+    network, train_step = made()
+    grad_fn = ms.value_and_grad(mean_loss(network), None, train_step.accumulator.weights)
+    for x, y in BATCHES[:3]:  # as far as the interrupted call came
+        train_step.accumulator.add(grad_fn(*tensors(x, y))[1], 4)
+    save_checkpoint("c.safetensors", network, train_step)
+    network, train_step = made()
     train(train_step, 0, 1)
     load_checkpoint("c.safetensors", network, train_step)
     train(train_step, 3, 4)
+    acc = train_step.accumulator
     assert (int(acc.update_step), int(acc.mini_step), float(acc.window_weight)) == (1, 1, 12)
 
 

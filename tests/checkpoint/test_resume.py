@@ -189,26 +189,6 @@ def test_an_open_window_keeps_what_its_weights_count(cell):
         load_checkpoint("open.safetensors", *made(tokens))
 
 
-def test_a_load_before_a_step_is_built_compares_what_is_known():
-    """Control: a step that is built with other weights."""
-    def rows(x):
-        return x.shape[0]
-
-    network, step = built(sgd(0.1))
-    for name in ("open.safetensors", "c.safetensors"):
-        step(BATCH)
-        save_checkpoint(name, network, step)
-    network = nn.Dense(2, 1, weight_init="ones")
-    accumulator = Accumulator(sgd(0.1)(network), 2, reduction="mean")
-    assert loaded(network, accumulator) == ""
-    load_checkpoint("open.safetensors", network, accumulator)
-    step = make_train_step(forward_fn_of(network), accumulator)
-    step(BATCH)
-    assert step.updated
-    assert loaded(network, make_train_step(forward_fn_of(network), accumulator, weight_fn=rows)) == (
-        "weights samples -> counted by weight_fn")
-
-
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("loads", [False, True])
 def test_a_load_in_on_update_goes_on_in_the_window_of_the_file(loads, eager):

@@ -15,7 +15,17 @@ from mindspore.dataset import GeneratorDataset, NumpySlicesDataset
 from mindspore.train import LambdaCallback, LearningRateScheduler, Model, ModelCheckpoint, ReduceLROnPlateau
 from support import reference
 from support.cells import Counting as Unrated
-from support.model_runs import SIZES, TwoCells, dataset, dataset_of, make_cell, momentum, train, trained_oracle
+from support.model_runs import (
+    SIZES,
+    TwoCells,
+    dataset,
+    dataset_of,
+    make_cell,
+    make_step,
+    momentum,
+    train,
+    trained_oracle,
+)
 from support.modes import recorded_warnings
 from support.training import LOSS
 
@@ -179,16 +189,15 @@ def test_a_loop_of_ones_own_writes_the_rows_of_model(optimizer, columns):
     rows = {"model": [], "step": [], "cell": []}
     data = [tensors(x, y) for x, y in batches(SIZES)]
     for driver, found in rows.items():
-        network, cell = make_cell(optimizer=optimizer)
-        step = cell if driver != "step" else make_train_step(mean_loss(network), cell.accumulator)
+        _, step = (make_step if driver == "step" else make_cell)(optimizer=optimizer)
         if driver == "model":
-            train(cell, FlushCallback(), WindowLog(found.append), epochs=2)
+            train(step, FlushCallback(), WindowLog(found.append), epochs=2)
             continue
         log = WindowLog(found.append)
         for epoch in range(2):
-            for loss in step.epoch(data) if driver == "step" else map(lambda batch: cell(*batch), data):
+            for loss in step.epoch(data) if driver == "step" else map(lambda batch: step(*batch), data):
                 log(step, loss)
-            cell.flush()
+            step.flush()
             if driver == "step" or epoch == 1:
                 log(step)
     names = {"model": rows["model"][0].keys(), "step": rows["step"][0].keys()}
@@ -208,8 +217,7 @@ def test_a_loop_that_goes_on_with_an_open_window(tells):
     """Its row has the whole weight, and the mean loss of what the log has seen. So after a reset and a flush, of which
     the log may be told.
     """
-    network, cell = make_cell(accumulate_step=4)
-    step, rows = make_train_step(mean_loss(network), cell.accumulator), []
+    (_, step), rows = make_step(accumulate_step=4), []
     (x, y), log = tensors(*batches([6])[0]), WindowLog(rows.append)
     step(x, y)
     losses = []
@@ -217,7 +225,7 @@ def test_a_loop_that_goes_on_with_an_open_window(tells):
         losses.append(float(step(x, y)))
         log(step, losses[-1])
         if i == 4:  # the second window holds two microbatches
-            cell.accumulator.reset()
+            step.reset()
         if i == 7:
             step.flush()
         if i in (4, 7) and tells:
@@ -529,9 +537,7 @@ def test_a_window_that_goes_on_after_a_resume_reports_its_whole_loss(driver, hel
     data, rows = batches([6, 2, 4]), []
 
     def made():
-        network, cell = make_cell(accumulate_step=3)
-        step = cell if driver == "Model" else make_train_step(mean_loss(network), cell.accumulator)
-        return network, step, WindowLog(rows.append)
+        return *(make_cell if driver == "Model" else make_step)(accumulate_step=3), WindowLog(rows.append)
 
     run = partial(follow, driver)
 
@@ -571,8 +577,7 @@ def test_a_run_that_goes_on_keeps_the_rows_of_its_file(driver, closes):
     data = batches([6, 2, 4, 3, 5, 1, 2, 2])
 
     def made():
-        network, cell = make_cell(accumulate_step=2)
-        return network, cell if driver == "Model" else make_train_step(mean_loss(network), cell.accumulator)
+        return (make_cell if driver == "Model" else make_step)(accumulate_step=2)
 
     run = partial(follow, driver)
 
@@ -604,8 +609,7 @@ def test_a_run_that_goes_on_keeps_the_rows_of_its_file(driver, closes):
 
 def test_a_row_has_the_rate_of_its_update_though_on_update_sets_the_next():
     """Control: the rate that the optimizer has when the row is written is another one."""
-    network, cell = make_cell(accumulate_step=2)
-    step, rows, now = make_train_step(mean_loss(network), cell.accumulator), [], []
+    (_, step), rows, now = make_step(accumulate_step=2), [], []
     log = WindowLog(lambda row: (rows.append(row["learning_rate"]), now.append(step.learning_rate)))
     first = step.learning_rate
     step.on_update(lambda: setattr(step, "learning_rate", step.learning_rate / 2))
@@ -623,10 +627,7 @@ def test_two_logs_go_on_with_the_open_window_of_a_checkpoint():
     """Control: without the checkpoint's losses, the mean is another one."""
     data = batches([6, 2, 4])
 
-    def made():
-        network, cell = make_cell(accumulate_step=3)
-        return network, make_train_step(mean_loss(network), cell.accumulator)
-
+    made = partial(make_step, accumulate_step=3)
     network, step = made()
     whole = []
     log = WindowLog(whole.append)
@@ -722,8 +723,7 @@ def test_a_log_that_a_model_calls_after_a_save_says_what_it_has_not_seen(is_firs
 
 def test_a_log_that_misses_microbatches_says_so(recwarn):
     """Once. Control: a log that is called after each microbatch says nothing, over two epochs."""
-    network, cell = make_cell(accumulate_step=2)
-    step, rows = make_train_step(mean_loss(network), cell.accumulator), []
+    (_, step), rows = make_step(accumulate_step=2), []
     every, some = WindowLog(rows.append), WindowLog(rows.append)
     for _ in range(2):
         for loss in step.epoch([tensors(*batch) for batch in batches([4] * 5)]):

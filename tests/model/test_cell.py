@@ -15,7 +15,7 @@ from support.model_runs import TwoCells, dataset, make_cell, train
 from support.modes import compiled_graphs, recorded_warnings
 from support.training import LOSS, sgd
 
-from ms_accum import Accumulator, TrainOneStepCell, load_checkpoint, save_checkpoint
+from ms_accum import TrainOneStepCell, load_checkpoint, save_checkpoint
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.modes import running
 from ms_accum.selftest.networks import MLP, batches, tensors
@@ -95,23 +95,23 @@ def samples_of(label):
 
 def test_what_does_not_fit_is_refused():
     network = MLP()
-    acc = Accumulator(sgd(network), 2, reduction="mean")
-    cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), acc)
+    optimizer = sgd(network)
+    cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), optimizer, 2)
     x, y = tensors(*batches([4])[0])
 
     for error, message, call in (
             (TypeError, r"network is of type function, expected a Cell that returns the loss; .*make_train_step",
-             lambda: TrainOneStepCell(lambda x: x, acc)),
+             lambda: TrainOneStepCell(lambda x: x, optimizer, 2)),
             (TypeError, "weight_fn is of type int, expected a function",
-             lambda: TrainOneStepCell(cell.network, acc, weight_fn=3)),
+             lambda: TrainOneStepCell(cell.network, optimizer, 2, weight_fn=3)),
             (TypeError, r"^weight_fn\(label\) does not take the batch \(2 by position\): too many positional",
-             lambda: TrainOneStepCell(cell.network, acc, weight_fn=samples_of)(x, y)),
+             lambda: TrainOneStepCell(cell.network, optimizer, 2, weight_fn=samples_of)(x, y)),
             (TypeError, r"got keyword arguments \(label\), expected arguments by p", lambda: cell(x, label=y)),
             (ValueError, r"give Model\(TrainOneStepCell\(\.\.\.\)\) without an optimizer",
-             lambda: Model(cell, optimizer=acc.optimizer))):
+             lambda: Model(cell, optimizer=optimizer))):
         with pytest.raises(error, match=message):
             call()
-        assert int(acc.mini_step) == 0
+        assert cell.status().mini_step == 0
 
 
 @pytest.mark.parametrize("mode", [pytest.param("graph", marks=pytest.mark.slow), "pynative"])
@@ -122,8 +122,7 @@ def test_a_microbatch_that_the_network_does_not_take_is_refused(mode, mode_named
     """
     mode_named(mode)
     network = MLP()
-    acc = Accumulator(sgd(network), 2, reduction="mean")
-    bare, cell = TrainOneStepCell(network, acc), TrainOneStepCell(nn.WithLossCell(network, LOSS), acc)
+    bare, cell = (TrainOneStepCell(each, sgd(network), 2) for each in (network, nn.WithLossCell(network, LOSS)))
     x, y = tensors(*batches([4])[0])
     graphs = compiled_graphs()
     too_few = r"^the network WithLossCell does not take .*got 1 argument, expected 2 \(data, label\); leave loss_fn out"
@@ -134,9 +133,9 @@ def test_a_microbatch_that_the_network_does_not_take_is_refused(mode, mode_named
         assert compiled_graphs() == graphs
         with pytest.raises(TypeError, match=message):
             call()
-        assert int(acc.mini_step) == 0
+        assert cell.status().mini_step == 0
     train(cell)
-    assert int(acc.update_step) == 2
+    assert cell.status().update_step == 2
 
 
 @pytest.mark.parametrize("modes", ["ggppggg", "ppggppp", "gpgpgpp"])

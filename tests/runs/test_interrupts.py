@@ -75,13 +75,13 @@ class Run:
         optimizer = nn.SGD(self.network.trainable_params(), learning_rate=1.0)
         guard = "skip_window" if kind == "judged" else "apply"
         self.length = 1 if kind == "alone" else N
-        self.accumulator = Accumulator(optimizer, self.length, reduction="mean", on_nonfinite=guard)
         self.mode = ms.GRAPH_MODE if kind == "cell-graph" else ms.PYNATIVE_MODE
         if kind.startswith("cell"):
-            self.step = TrainOneStepCell(self.network, self.accumulator)
+            self.step = TrainOneStepCell(self.network, optimizer, self.length, on_nonfinite=guard)
         else:
-            self.step = make_train_step(self.network, self.accumulator, pieces=2 if kind == "pieces" else 1,
-                                        eager=kind == "eager")
+            self.step = make_train_step(self.network, optimizer, self.length, pieces=2 if kind == "pieces" else 1,
+                                        eager=kind == "eager", on_nonfinite=guard)
+        self.accumulator = self.step.accumulator
         lines = [interrupted(self.call)[0] for _ in range(4 * N)]
         self.lines = max(lines[2 * N:])  # everything is compiled by then
 
@@ -116,7 +116,7 @@ class Run:
             said = str(error)
         self.caught, self.ended = self.caught + raised, self.ended + (not raised)
         if said:
-            assert "call accumulator.reset()" in said
+            assert "call reset()" in said
             self.refused += 1
             self.accumulator.reset()
             self.made = self.updates
@@ -208,12 +208,11 @@ class Epochs:
         self.kind, self.network, self.yielded = kind, Linear(), 0
         self.mode = ms.GRAPH_MODE if kind == "model" else ms.PYNATIVE_MODE
         optimizer = nn.SGD(self.network.trainable_params(), learning_rate=1.0)
-        if kind in ("model", "by hand"):
-            accumulator = Accumulator(optimizer, N, reduction="mean")
         if kind == "model":
-            self.step = TrainOneStepCell(self.network, accumulator)
+            self.step = TrainOneStepCell(self.network, optimizer, N)
         elif kind == "by hand":
-            self.step, self.grad_fn = accumulator, ms.value_and_grad(self.network, None, accumulator.weights)
+            self.step = Accumulator(optimizer, N, reduction="mean")
+            self.grad_fn = ms.value_and_grad(self.network, None, self.step.weights)
         else:
             self.step = make_train_step(self.network, optimizer, 1 if kind == "alone" else N,
                                         pieces=2 if kind == "pieces" else 1, eager=kind == "eager")

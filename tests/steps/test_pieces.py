@@ -10,9 +10,9 @@ import pytest
 from mindspore import Tensor, nn, ops
 from support.modes import running
 from support.processes import MEMORY, run_python
-from support.training import LOSS, counting, gradient_of, sgd
+from support.training import LOSS, counting, gradient_of
 
-from ms_accum import Accumulator, TrainOneStepCell, make_grad_cache_step, make_train_step, save_checkpoint
+from ms_accum import TrainOneStepCell, make_grad_cache_step, make_train_step, save_checkpoint
 from ms_accum.selftest.comparing import difference
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 from ms_accum.steps.batch import layout
@@ -70,12 +70,13 @@ def test_a_batch_that_cannot_be_cut_is_refused_and_changes_no_bit(error, message
     assert layout((3, ROWS, ROWS[0], ROWS[:, 0]), 1) == (6, (None, 1, 0, None))
     for make in (*(partial(make_train_step, LOSS, pieces=pieces) for pieces in (1, 3)),
                  partial(make_grad_cache_step, encode, LOSS, pieces=2)):
-        acc = counting(MLP(), 3)
-        acc.add(acc.optimizer.parameters)
-        state = [*acc.parameters, *acc.optimizer.get_parameters()]
+        network = MLP()
+        optimizer = counting(network)
+        step = make(optimizer=optimizer, accumulate_step=3)
+        state = [*step.accumulator.parameters, *optimizer.get_parameters()]
         before = [p.asnumpy().tobytes() for p in state]
         with pytest.raises(error, match=message):
-            make(optimizer=acc)(*batch)
+            step(*batch)
         assert [p.asnumpy().tobytes() for p in state] == before
 
 
@@ -86,51 +87,35 @@ BAD = np.where(np.arange(16) == 6, 9, Y)  # a label that is out of range raises
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_a_window_with_a_part_of_a_batch_or_update_is_refused_until_it_is_reset():
-    """An error in a batch that is not cut adds nothing, and the next call goes on."""
+@pytest.mark.parametrize("pieces", [1, 8, None])
+def test_a_window_with_a_part_of_a_batch_or_update_is_refused_until_it_is_reset(pieces):
+    """An error in a batch that is not cut adds nothing, and the next call goes on. Of a step, and of a cell (None)."""
     network = MLP()
-    acc = counting(network, 4)
-    whole, cut = (make_train_step(mean_loss(network), acc, pieces=pieces) for pieces in (1, 8))
-    cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), acc)
-    doors = [*(lambda driver=driver: driver(*tensors(X, Y)) for driver in (whole, cut, cell)), cut.flush, acc.flush,
-             lambda: save_checkpoint("torn.safetensors", network, acc)]
-    cut(*tensors(X, Y))
-    for step, held in ((whole, 16), (cut, 22)):
+    if pieces:
+        driver = make_train_step(mean_loss(network), counting(network), 4, pieces=pieces)
+    else:
+        driver = TrainOneStepCell(nn.WithLossCell(network, LOSS), counting(network), 4)
+    acc = driver.accumulator
+    doors = [lambda: driver(*tensors(X, Y)), driver.flush, lambda: save_checkpoint("torn.safetensors", network, driver)]
+    driver(*tensors(X, Y))
+    if pieces:
         with pytest.raises(RuntimeError, match="must be in"):
-            step(*tensors(X, BAD))
-        assert float(acc.weight_sum) == held
-    for message in (r"may hold only some pieces of a batch.* call accumulator\.reset\(\)",
-                    r"stopped an update, .*load a checkpoint, on all ranks, or, on one device, call accumul"):
+            driver(*tensors(X, BAD))
+        assert float(acc.weight_sum) == (16 if pieces == 1 else 22)
+    torn = [r"may hold only some pieces of a batch.* call reset\(\)"] * (pieces == 8)
+    for message in (*torn, r"stopped an update, .*load a checkpoint, on all ranks, or, on one device, call reset"):
+        if message not in torn:
+            acc.window.mark_emptying()
+            acc.boundary.forget()  # as an interrupt leaves it
         for refused in doors:
             with pytest.raises(RuntimeError, match=message):
                 refused()
-        acc.reset()
-        for driver in (whole, cut, cell):
+        driver.reset()
+        for _ in range(3):
             driver(*tensors(X, Y))
         assert (int(acc.mini_step), float(acc.weight_sum)) == (3, 48)
-        acc.window.mark_emptying()
-        acc.boundary.forget()  # as an interrupt leaves it
+    driver.reset()
     assert not Path("torn.safetensors").exists()
-
-
-@pytest.mark.parametrize("pieces", [1, 2])
-def test_a_step_takes_over_a_window_that_a_cell_has_begun(pieces):
-    """The device counted until then. Control: the step alone."""
-    moved = []
-    for calls in ("sss", "css", "scs", "ccs", "csc", "ccsccs"):
-        network = MLP()
-        acc = Accumulator(sgd(network), 3, reduction="mean")
-        step = make_train_step(mean_loss(network), acc, pieces=pieces)
-        cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), acc)
-        held = []
-        for call in calls:
-            (step if call == "s" else cell)(*tensors(X, Y))
-            held.append((int(acc.mini_step), int(acc.update_step)))
-        assert held == [(i % 3, i // 3) for i in range(1, len(calls) + 1)]
-        moved.append([p.asnumpy() for p in network.get_parameters()])
-    for found in moved[1:-1]:
-        assert difference(found, moved[0]) < 1e-6
-    assert difference(moved[-1], moved[0]) > 1e-4
 
 
 QUESTION = (r"\nforward_fn failed on piece {} of 4{}; if it runs on the whole batch, does it use row numbers or the "
@@ -154,8 +139,8 @@ def test_an_error_names_the_piece_and_asks_for_row_numbers(mode, piece, error):
     forward_fn = picking if error is RuntimeError else built
     with running(mode):
         with pytest.raises(error, match=QUESTION.format(piece, "")):
-            make_train_step(forward_fn, counting(network), pieces=4)(*batch)
-        assert np.isfinite(float(make_train_step(forward_fn, counting(network))(*batch)))
+            make_train_step(forward_fn, counting(network), 1, pieces=4)(*batch)
+        assert np.isfinite(float(make_train_step(forward_fn, counting(network), 1)(*batch)))
 
 
 @pytest.mark.parametrize(("raised", "waits", "question"), [

@@ -9,7 +9,6 @@ from support.drivers import Driver
 from support.layers import Block, LazyBlock, Tied
 from support.processes import run_python
 
-from ms_accum import Accumulator
 from ms_accum.selftest.comparing import relative, values
 
 WORDS, WIDTH, RATE = 16, 8, 0.5
@@ -85,17 +84,17 @@ def trained(name, made=Block, recomputed=True):
     driver, options = DRIVERS[name]
     network = tied(made, recomputed)
     start = values(network.trainable_params())
-    accumulator = Accumulator(nn.SGD(network.trainable_params(), RATE), 2, reduction="mean")
 
     def mean(tokens, targets):
         return network(tokens, targets) / unmasked(tokens, targets)
 
     by_hand = driver.startswith("hand")
     options = options if by_hand else {**options, "loss_reduction": "sum"}
-    with Driver(driver, accumulator, mean if by_hand else network, (unmasked,), **options) as train:
+    optimizer = nn.SGD(network.trainable_params(), RATE)
+    with Driver(driver, mean if by_hand else network, optimizer, 2, unmasked, **options) as train:
         for batch in microbatches():
             train(*batch)
-    assert int(accumulator.update_step) == 2
+    assert int(train.accumulator.update_step) == 2
     return moved(start, network)
 
 

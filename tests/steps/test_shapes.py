@@ -321,18 +321,20 @@ def test_a_weight_that_a_graph_computes_is_checked_like_a_tensor(by_hand):
     found = {}
     for weight_fn in (rows_of, less_than_two, length_of):
         network = nn.Dense(2, 1)
-        accumulator = Accumulator(sgd(network), 10, reduction="mean")
         forward_fn = function_of_one(network)
+        rows = Tensor(shape=[None, 2], dtype=ms.float32)
         if by_hand:
+            accumulator = Accumulator(sgd(network), 10, reduction="mean")
             grad_fn = ms.value_and_grad(forward_fn, None, accumulator.weights)
 
             def call(x, weight_fn=weight_fn, grad_fn=grad_fn, accumulator=accumulator):
                 loss, gradients = grad_fn(x)
                 accumulator(gradients, weight=weight_fn(x))
                 return loss
-        rows = Tensor(shape=[None, 2], dtype=ms.float32)
-        step = (ms.jit(ms.enable_dynamic(x=rows)(call)) if by_hand else
-                make_train_step(ms.enable_dynamic(x=rows)(forward_fn), accumulator, weight_fn=weight_fn))
+            step = ms.jit(ms.enable_dynamic(x=rows)(call))
+        else:
+            step = make_train_step(ms.enable_dynamic(x=rows)(forward_fn), sgd(network), 10, weight_fn=weight_fn)
+            accumulator = step.accumulator
         for count in (1, 3, 2):
             step(Tensor(np.ones((count, 2), np.float32)))
         found[weight_fn] = float(accumulator.weight_sum)

@@ -312,8 +312,7 @@ class Beside:
     def __init__(self, way, saves, path):
         self.way, self.hard, network = way, tensors(*batches([4])[0]), MLP()
         self.data = [tensors(*batch) for batch in batches([6] * 5)]
-        accumulator = Accumulator(nn.Momentum(network.trainable_params(), 0.1, 0.9), 2, reduction="mean")
-        self.step, self.other = [make_train_step(mean_loss(network), accumulator) for _ in range(2)]
+        self.step = make_train_step(mean_loss(network), nn.Momentum(network.trainable_params(), 0.1, 0.9), 2)
         self.save = partial(save_checkpoint, path, network, self.step)
         self.load = partial(load_checkpoint, path, network, self.step)
         if saves:
@@ -322,12 +321,12 @@ class Beside:
             self.step(*self.hard)
         elif way == "an epoch to warm up":
             list(self.step.epoch([self.hard]))
-        accumulator.reset()
+        self.step.reset()
 
     def again(self):
         """Train on a hard batch, in the middle of an epoch."""
-        if self.step.trained % 2 and self.way in ("a hard batch", "a step that shares"):
-            (self.step if self.way == "a hard batch" else self.other)(*self.hard)
+        if self.step.trained % 2 and self.way == "a hard batch":
+            self.step(*self.hard)
 
     def train(self, stops_after=None):
         """Return the epochs, and the weights."""
@@ -346,8 +345,8 @@ class Beside:
 
 @pytest.mark.parametrize(("mode", "way"), [
     ("jit", "a hard batch"), *(("pynative", way) for way in (
-        "a hard batch", "a step that shares", "between epochs", "a call to warm up")),
-    *(pytest.param("jit", way, marks=pytest.mark.slow) for way in ("a step that shares", "between epochs"))],
+        "a hard batch", "between epochs", "a call to warm up")),
+    pytest.param("jit", "between epochs", marks=pytest.mark.slow)],
     indirect=["mode"])
 @pytest.mark.parametrize("saves", [False, True])
 def test_what_is_trained_beside_an_epoch_has_no_place_in_it(mode, way, saves, monkeypatch, tmp_path):
@@ -624,26 +623,24 @@ def test_what_changed_since_the_last_epoch_is_refused():
         train_step(*BATCHES[1])
     train_step.accumulator.reset()
     network.first.bias.requires_grad = False
-    for frozen in (lambda: next(train_step.epoch(BATCHES)), lambda: make_train_step(LOSS, train_step.accumulator)):
-        with pytest.raises(ValueError, match=r"first\.bias has requires_grad=False, expected trainable parameters"):
-            frozen()
+    with pytest.raises(ValueError, match=r"first\.bias has requires_grad=False, expected trainable parameters"):
+        next(train_step.epoch(BATCHES))
 
 
 LISTED = [lambda x, y: 1.0][0]
 SGD = sgd(MLP())
-READY, SUM = (Accumulator(SGD, 2, reduction=reduction) for reduction in ("mean", "sum"))
+READY = (SGD, 2)
 CELL = nn.WithLossCell(MLP(), LOSS)
 STEP = partial(make_train_step, LOSS)
 DOOR = partial(TrainOneStepCell, CELL)
 IN_ANY_DOOR = [
-    (ValueError, "got an Accumulator and also accumulate_step, which the Accumulator already has", (READY, 2), {}),
-    (ValueError, "also clip_norm, loss_scaler,", (READY,), {"clip_norm": 1.0, "loss_scaler": amp.StaticLossScaler(8)}),
-    (TypeError, "accumulate_step is missing, expected the number of .* give e.g. accumulate_step=4", (SGD,), {}),
+    (TypeError, "optimizer is an Accumulator, which is for loops by hand, expected an optimizer; give the optimizer, ",
+     (Accumulator(SGD, 2, reduction="mean"), 2), {}),
+    (TypeError, "missing 1 required positional argument: 'accumulate_step'", (SGD,), {}),
     (TypeError, "optimizer is of type int, expected a MindSpore optimizer", (3, 2), {}),
-    (ValueError, r"reduction='sum', expected \"mean\": .* N times too large", (SUM,), {}),
-    (TypeError, r"unexpected argument clipnorm; did you mean clip_norm\?", (READY,), {"clipnorm": 1.0}),
+    (TypeError, r"unexpected argument clipnorm; did you mean clip_norm\?", READY, {"clipnorm": 1.0}),
     (TypeError, r"unexpected argument max_grad_norm; did you mean clip_norm\?", (SGD, 2), {"max_grad_norm": 1.0}),
-    (TypeError, r"argument gradient_accumulation_steps; did you mean accumulate_step\?", (SGD,),
+    (TypeError, r"argument gradient_accumulation_steps; did you mean accumulate_step\?", (SGD, 2),
      {"gradient_accumulation_steps": 2}),
 ]
 
@@ -651,17 +648,17 @@ IN_ANY_DOOR = [
 @pytest.mark.parametrize(("make", "error", "message", "arguments", "options"), [
     *[(make, *row) for make in (STEP, DOOR) for row in IN_ANY_DOOR],
     (STEP, TypeError, r"^make_train_step\(\) got an unexpected argument xyz; expected one of accumulate_step, pieces, ",
-     (READY,), {"xyz": 3}),
-    (STEP, TypeError, r"unexpected argument piece; did you mean pieces\?$", (READY,), {"piece": 4}),
-    *[(STEP, TypeError, r"weight_fn is a lambda whose source.*define it with def", (READY,), {"weight_fn": function})
+     READY, {"xyz": 3}),
+    (STEP, TypeError, r"unexpected argument piece; did you mean pieces\?$", READY, {"piece": 4}),
+    *[(STEP, TypeError, r"weight_fn is a lambda whose source.*define it with def", READY, {"weight_fn": function})
       for function in (LISTED, eval("lambda: 1"))],
     (DOOR, TypeError, r"^TrainOneStepCell\(\) got an unexpected argument pieces; expected one of accumulate_step, b",
-     (READY,), {"pieces": 2}),
+     READY, {"pieces": 2}),
 ])
 def test_bad_arguments_are_refused(make, error, message, arguments, options):
     with pytest.raises(error, match=message):
         make(*arguments, **options)
-    assert STEP(READY).accumulator is READY
+    assert STEP(SGD, 2).status().update_step == 0
 
 
 def test_a_network_that_was_built_again_is_refused_with_the_remedy():
@@ -752,63 +749,21 @@ def test_what_holds_graphs_is_not_copied(copied, has_run):
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_an_accumulator_is_filled_by_one_step_or_by_hand():
-    """By hand, to what a step fills: an error, and the other way round. Control: two steps take turns."""
-    batch = tensors(*batches([6])[0])
-    network = MLP()
-    accumulator = Accumulator(sgd(network), 3, reduction="mean")
-    train_step, other = (make_train_step(mean_loss(network), accumulator) for _ in range(2))
-    train_step(*batch)
-    with pytest.raises(RuntimeError, match="fills this accumulator, so nothing can be added by hand"):
-        accumulator.add(accumulator.optimizer.parameters)
-    accumulator.reset()
-    other_network = MLP()
-    filled = Accumulator(sgd(other_network), 3, reduction="mean")
-    filled.add(filled.optimizer.parameters)
-    with pytest.raises(RuntimeError, match="were added to this accumulator by hand, so a train step or cell"):
-        make_train_step(mean_loss(other_network), filled)(*batch)
-    for step in (train_step, other, train_step):
-        step(*batch)
-    assert (int(accumulator.update_step), int(accumulator.mini_step), train_step.updated) == (1, 0, True)
-
-
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("close", ["apply", "flush", "reset"])
-def test_a_window_that_is_closed_by_hand_is_noticed_at_the_next_call(close):
+@pytest.mark.parametrize("close", ["flush", "reset"])
+def test_a_window_that_is_closed_early_is_noticed_at_the_next_call(close):
     """Also where the next window is shorter. Control: without it, the first window holds 4."""
     batch = tensors(*batches([6])[0])
-    for by_hand in (True, False):
+    for early in (True, False):
         train_step = step_of({0: 4, 1: 1})
         train_step(*batch)
-        if by_hand:
-            getattr(train_step.accumulator, close)()
+        if early:
+            getattr(train_step, close)()
         updated = []
         for _ in range(4):
             train_step(*batch)
             updated.append(train_step.updated)
-        first = 3 if close == "reset" or not by_hand else 0
-        assert updated == [i >= first - (not by_hand) for i in range(4)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("jitted", [False, True])
-def test_a_window_that_is_closed_by_hand_does_not_make_the_next_one_longer(jitted):
-    """Also by a compiled `apply`, of which the host knows only that it exists. Windows: 4 microbatches, later 2."""
-    network, (x, y) = MLP(), tensors(*batches([4])[0])
-    train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params()), {0: 4, 2: 2})
-    apply = ms.jit(train_step.accumulator.apply) if jitted else train_step.accumulator.apply
-    lengths = []
-    for by_hand in (True, True, False, False):
-        length, closed = 0, False
-        while not closed:
-            train_step(x, y)
-            length += 1
-            if by_hand:
-                apply()
-            closed = by_hand or train_step.updated
-        lengths.append(length)
-    assert lengths == [1, 1, 2, 2]
-    assert int(train_step.accumulator.update_step) == 4
+        first = 3 if close == "reset" or not early else 0
+        assert updated == [i >= first - (not early) for i in range(4)]
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -826,9 +781,10 @@ def test_an_option_that_is_assigned_later_is_an_error():
 def test_an_option_of_an_accumulator_or_a_cell_is_not_assigned_later(kind, kept):
     """Control: what is no option."""
     network = MLP()
-    built = Accumulator(sgd(network), 2, reduction="mean")
     if kind is TrainOneStepCell:
-        built = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), built)
+        built = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), sgd(network), 2)
+    else:
+        built = Accumulator(sgd(network), 2, reduction="mean")
     named = {"learning_rate", *Options.__annotations__, *inspect.signature(kind).parameters}
     for name in named - {*kept, "options"}:
         with pytest.raises(AttributeError, match=f"^{name} of {kind.__name__} was assigned, but compiled gr"):

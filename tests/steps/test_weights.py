@@ -176,7 +176,7 @@ def test_a_sum_whose_weight_is_0_or_not_finite_is_treated_like_a_mean(make, mode
 
 def test_a_negative_weight_by_hand_makes_nan_of_what_it_weighs_and_a_number_is_refused(mode):
     """A graph cannot refuse a value."""
-    accumulator = counting(MLP(), 2)
+    accumulator = Accumulator(counting(MLP()), 2, reduction="mean")
     gradients = tuple(Tensor(np.ones(p.shape), ms.float32) for p in accumulator.optimizer.parameters)
 
     def add(weight):
@@ -270,17 +270,16 @@ def test_what_a_backward_pass_adds_has_to_be_scaled(mode):
     """The scale goes in as an argument: a backward pass of its own may read no Parameter. Control: it vanishes."""
     def trained(scaler, scales):
         dense, adds = nn.Dense(6, 3, "ones", "zeros"), Adds()
-        accumulator = Accumulator(nn.SGD(dense.trainable_params(), 0.5), 2, reduction="mean", loss_scaler=scaler)
 
         def forward_fn(x, y):
             one = Tensor(1.0, ms.float32)
-            return ops.cross_entropy(adds(dense(x), accumulator.scaled(one) if scales else one), y)
+            return ops.cross_entropy(adds(dense(x), one * scaler.scale_value if scales and scaler else one), y)
 
         with running(mode):
-            train_step = make_train_step(forward_fn, accumulator)
+            train_step = make_train_step(forward_fn, nn.SGD(dense.trainable_params(), 0.5), 2, loss_scaler=scaler)
             for _ in range(2):
                 train_step(X, Tensor(Y))
-        assert int(accumulator.update_step) == 1
+        assert train_step.status().update_step == 1
         return values(dense.trainable_params())
 
     expected = trained(None, False)

@@ -136,9 +136,14 @@ def microbatches(rank, uneven=False):
     return [(x.astype(np.float32), y.astype(np.int32)) for x, y in batches(sizes, seed=100 + rank)]
 
 
-def accumulator(network, optimizer=nn.SGD, sync=None, clip_norm=0.5, accumulate_step=2, **settings):
-    return Accumulator(optimizer(parameters_for(network.trainable_params(), sync), 0.1), accumulate_step, clip_norm,
-                       reduction="mean", reducer=REDUCERS.get(sync), **settings)
+def accumulator(network, **settings):
+    return Accumulator(reduction="mean", **settings_of(network, **settings))
+
+
+def settings_of(network, optimizer=nn.SGD, sync=None, clip_norm=0.5, accumulate_step=2, **settings):
+    """Arguments of an Accumulator, or of a step, which exchanges in this way."""
+    return {"optimizer": optimizer(parameters_for(network.trainable_params(), sync), 0.1),
+            "accumulate_step": accumulate_step, "clip_norm": clip_norm, "reducer": REDUCERS.get(sync), **settings}
 
 
 def parameters_for(parameters, sync):
@@ -196,8 +201,8 @@ def followed(rank):
 
 def step_of(sync, accumulate_step, seed):
     network = MLP(seed=seed)
-    acc = accumulator(network, partial(nn.Momentum, momentum=0.9), sync, accumulate_step=accumulate_step)
-    return network, make_train_step(mean_loss(network), acc)
+    return network, make_train_step(mean_loss(network), **settings_of(
+        network, partial(nn.Momentum, momentum=0.9), sync, accumulate_step=accumulate_step))
 
 
 def evaluated(rank):
@@ -232,7 +237,7 @@ def declared(rank):
             forward_fn = mean_loss(network)
             if kind == "declared":
                 forward_fn = ms.enable_dynamic(x=x, y=y)(forward_fn)
-            step = make_train_step(forward_fn, accumulator(network, sync=sync))
+            step = make_train_step(forward_fn, **settings_of(network, sync=sync))
             train(step, microbatches(rank, uneven=True))
             shapes = str(step).rpartition(", ")[2].split()[0]
             left[f"{sync} {kind}"] = int(shapes), [p.asnumpy().tolist() for p in network.get_parameters()]
@@ -357,11 +362,11 @@ def noise(rank, sync):
     """What is measured in windows of 3 microbatches."""
     network, noise_scale = Position("measured"), GradientNoiseScale(NOISE_DECAY)
     optimizer = nn.SGD(parameters_for([network.point], sync), NOISE_RATE)
-    acc = Accumulator(optimizer, 3, reduction="mean", reducer=REDUCERS[sync], stages=(noise_scale,))
-    for _ in make_train_step(network, acc).epoch((Tensor(x),) for x in noisy_data(rank, get_group_size())):
+    step = make_train_step(network, optimizer, 3, reducer=REDUCERS[sync], stages=(noise_scale,))
+    for _ in step.epoch((Tensor(x),) for x in noisy_data(rank, get_group_size())):
         pass
     measured = [noise_scale.noise, noise_scale.gradient_squared, noise_scale.microbatch_weight]
-    return {"counters": counters(acc), "measured": measured, "point": values([network.point])[0]}
+    return {"counters": counters(step.accumulator), "measured": measured, "point": values([network.point])[0]}
 
 
 def empty(rank, *each):
@@ -375,8 +380,9 @@ def empty(rank, *each):
         if (sync, policy) == ("zero1", "skip_microbatch"):
             continue
         network = MLP(seed=0)
-        acc = accumulator(network, partial(nn.Momentum, momentum=0.9), sync, None, 1, on_nonfinite=policy)
-        step = make_train_step(network_sum(network), acc, weight_fn=first_is_set, loss_reduction="sum")
+        step = make_train_step(
+            network_sum(network), weight_fn=first_is_set, loss_reduction="sum",
+            **settings_of(network, partial(nn.Momentum, momentum=0.9), sync, None, 1, on_nonfinite=policy))
         moved, kinds = [], [rank, 0, 1][:3 - rank]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
@@ -437,9 +443,8 @@ def traffic(rank, sync):
         sent.append(x.nbytes)
         return all_reduce(self, x)
 
-    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 8, reduction="mean", reducer=DataParallel(sync=sync),
-                      on_nonfinite="skip_microbatch")
-    step = make_train_step(mean_loss(network), acc)
+    step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), 8,
+                           reducer=DataParallel(sync=sync), on_nonfinite="skip_microbatch")
     with patch.object(ops.AllReduce, "__call__", counted):
         for i, (x, y) in enumerate(microbatches(rank)[:4] * 4):
             before = values(network.trainable_params())
@@ -447,8 +452,8 @@ def traffic(rank, sync):
                 step(x * np.float32(np.nan), y)
             step(x, y)
             moved.append([bool((p != q).any()) for p, q in zip(before, values(network.trainable_params()))])
-    return {"collectives": len(sent), "bytes": sum(sent), "parameters": sum(p.nbytes for p in acc.optimizer.parameters),
-            "moved": moved, "skipped": int(acc.skipped)}
+    return {"collectives": len(sent), "bytes": sum(sent), "parameters": sum(p.nbytes for p in step.accumulator.weights),
+            "moved": moved, "skipped": step.status().skipped}
 
 
 def logged(rank, sync):
@@ -461,8 +466,8 @@ def logged(rank, sync):
             said.append(said_by(super().on_train_step_end, run_context))
 
     reducer = replace(REDUCERS[sync], compare=False)  # ranks differ once the rate has changed
-    acc = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="mean", reducer=reducer)
-    cell = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), acc)
+    cell = TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), nn.SGD(network.trainable_params(), 0.1), 2,
+                            reducer=reducer)
     callbacks = [FlushCallback(), WindowLog(rows.append), Recorder(LearningRateScheduler(lambda rate, step: rate / 2))]
     data = GeneratorDataset(microbatches(rank, uneven=True), ["x", "y"], shuffle=False)
     Model(cell).train(1, data, callbacks, dataset_sink_mode=False)
@@ -487,16 +492,16 @@ def refusals(rank):
 
     def step(**options):
         network = MLP()
-        return make_train_step(mean_loss(network), accumulator(network, sync="window"), **options)
+        return make_train_step(mean_loss(network), **settings_of(network, sync="window"), **options)
 
     def cell(**options):
         network = MLP()
-        return TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), accumulator(network, sync="window"),
+        return TrainOneStepCell(nn.WithLossCell(network, nn.CrossEntropyLoss()), **settings_of(network, sync="window"),
                                 **options)
 
     def cached(pieces):
         network = MLP()
-        return make_grad_cache_step(network, ops.sum, accumulator(network, sync="window"), pieces=pieces)
+        return make_grad_cache_step(network, ops.sum, pieces=pieces, **settings_of(network, sync="window"))
 
     def weight_fn(*batch):
         return 1.0
@@ -577,8 +582,8 @@ def apart(rank):
 def stuck(rank, sync):
     """After how many windows a run stops whose second to fifth are NaN on rank 1."""
     network = MLP(seed=0)
-    acc = accumulator(network, sync=sync, on_nonfinite="skip_window", max_skips=1)
-    step = make_train_step(mean_loss(network), acc)
+    step = make_train_step(mean_loss(network), **settings_of(
+        network, sync=sync, on_nonfinite="skip_window", max_skips=1))
     for i, (x, y) in enumerate(microbatches(rank)[:2] * 5):
         said = said_by(step, x * np.float32(np.nan if rank == 1 and i >= 2 else 1), y)
         if said != "accepted":
@@ -589,9 +594,10 @@ def stuck(rank, sync):
 def stuck_in_flush(rank):
     """What a rank says where rank 1 has no data left, and all later windows of rank 0 are NaN."""
     network = MLP(seed=0)
-    acc = accumulator(network, sync="window", on_nonfinite="skip_window", max_skips=1)
+    step = make_train_step(mean_loss(network), **settings_of(
+        network, sync="window", on_nonfinite="skip_window", max_skips=1))
     data = microbatches(rank)[:2] + [(x * np.float32(np.nan), y) for x, y in microbatches(rank)[:4]] * (1 - rank)
-    return said_by(list, make_train_step(mean_loss(network), acc).epoch(data))
+    return said_by(list, step.epoch(data))
 
 
 def mnist(rank):
