@@ -362,7 +362,7 @@ def test_statistics_that_a_stopped_microbatch_has_moved_are_warned_of(eager, fai
                     raise KeyboardInterrupt
                 yield batch
 
-        step = make_train_step(failing if eager else forward_fn, sgd(network), 2, eager=eager)
+        step = make_train_step(failing if eager else forward_fn, sgd(network), 2, eager=eager, network=network)
         with recorded_warnings() as caught:
             try:
                 for _ in step.epoch(read()):
