@@ -85,7 +85,7 @@ def trained(name, made=Block, recomputed=True):
     driver, options = DRIVERS[name]
     network = tied(made, recomputed)
     start = values(network.trainable_params())
-    accumulator = Accumulator(nn.SGD(network.trainable_params(), RATE), 2, reduction="mean")
+    optimizer = nn.SGD(network.trainable_params(), RATE)
 
     def mean(tokens, targets):
         return network(tokens, targets) / unmasked(tokens, targets)
