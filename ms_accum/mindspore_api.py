@@ -97,9 +97,10 @@ def is_read_to_be_counted(dataset: Any) -> bool:
             or any(map(is_read_to_be_counted, getattr(dataset, "children", ()))))
 
 
-def is_skipping(dataset: Any) -> bool:
-    """Return whether a dataset skips its first items."""
-    return is_a(dataset, "SkipDataset") or any(map(is_skipping, getattr(dataset, "children", ())))
+def is_skipping(dataset: Any, count: int) -> bool:
+    """Return whether a dataset skips so many items."""
+    return ((is_a(dataset, "SkipDataset") and dataset.count == count)
+            or any(is_skipping(child, count) for child in getattr(dataset, "children", ())))
 
 
 def dynamic_inputs(function: Any) -> dict[Any, Any]:
