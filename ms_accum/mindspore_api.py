@@ -88,9 +88,10 @@ def add_hook(parameter: Any, function: Callable) -> Any:
     return handle
 
 
-def is_skipping(dataset: Any) -> bool:
-    """Return whether a dataset skips its first items."""
-    return is_a(dataset, "SkipDataset") or any(map(is_skipping, getattr(dataset, "children", ())))
+def is_skipping(dataset: Any, count: int) -> bool:
+    """Return whether a dataset skips so many items."""
+    return ((is_a(dataset, "SkipDataset") and dataset.count == count)
+            or any(is_skipping(child, count) for child in getattr(dataset, "children", ())))
 
 
 def dynamic_inputs(function: Any) -> dict[Any, Any]:

@@ -160,7 +160,8 @@ def test_a_batch_that_is_encoded_at_random_is_ignored(mode, capfd):
     """The window stays as it is. Control: without Dropout, the batch is trained."""
     towers, encode, loss_fn, _ = two_towers(dropout=0.5)
     with running(mode):
-        step = make_grad_cache_step(encode, loss_fn, nn.SGD(towers.trainable_params(), 0.5), 3, pieces=2, network=towers)
+        step = make_grad_cache_step(encode, loss_fn, nn.SGD(towers.trainable_params(), 0.5), 3, pieces=2,
+                                    network=towers)
         towers.set_train(False)
         with pytest.warns(UserWarning, match="is in evaluation mode"):
             step(*pairs(16))
@@ -186,7 +187,8 @@ def test_an_evaluation_is_the_loss_of_whole_batches(mode):
     losses = [float(undivided(*pairs(n))) for n in (6, 4)]
     towers.set_train()
     with running(mode):
-        step = make_grad_cache_step(encode, loss_fn, nn.SGD(towers.trainable_params(), 0.5), 2, pieces=2, network=towers)
+        step = make_grad_cache_step(encode, loss_fn, nn.SGD(towers.trainable_params(), 0.5), 2, pieces=2,
+                                    network=towers)
         found = step.evaluate([pairs(6), pairs(4), pairs(0)])
         assert found == pytest.approx(np.average(losses, weights=(6, 4)), rel=1e-5)
         assert (towers.dropout.training, step.status().trained) == (True, 0)
