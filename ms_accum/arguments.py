@@ -55,10 +55,10 @@ def boolean(name: str, value: object, remedy: str = "") -> bool:
     return value
 
 
-def one_of(name: str, value: object, choices: tuple[Optional[str], ...], remedy: str = "") -> Any:
+def one_of(name: str, value: object, choices: tuple[Optional[str], ...]) -> Any:
     """Return `value`. Raise ValueError unless it is one of `choices`."""
     if not (value is None or isinstance(value, str)) or value not in choices:
-        raise ValueError(_message(name, repr(value), f"one of {', '.join(map(repr, choices))}", remedy))
+        raise ValueError(_message(name, repr(value), f"one of {', '.join(map(repr, choices))}"))
     return value
 
 
@@ -149,5 +149,5 @@ def _typed(value: object) -> str:
     return f"{value!r} of type {type(value).__name__}"
 
 
-def _message(name: str, got: object, expected: str, remedy: str) -> str:
+def _message(name: str, got: object, expected: str, remedy: str = "") -> str:
     return f"{name} is {got}, expected {expected}" + (f"; {remedy}" if remedy else "")

@@ -25,14 +25,14 @@ from ..core.boundary import Boundary
 from ..core.window import ADDED
 from ..distributed.exchange import LOAD, SAVE
 from ..runtime import synchronize
+from ..steps.train_step import TrainStep
 from ..tensors import buffers_of
 from .file import VERSION, CheckpointError, Entry, checked_path, read_file, require_json, write_file
 
-_AGAIN = ("{} holds the state of the last update: {} of the open window {} trained again: skip `train_step.trained` "
-          "batches after the load, not a count of your own; save in `on_update` to lose nothing")
-_AGAIN_BY_MODEL = ("{} holds the state of the last update: {} of the open window {} trained again: after the load, "
-                   "call model.train(1, dataset.skip(cell.status().trained), ...), not with a count of your own; save "
-                   "in `PerUpdate` to lose nothing")
+_AGAIN = ("{} holds the state of the last update: {} of the open window {} trained again: {} after the load, not a "
+          "count of your own; save in `{}` to lose nothing")
+_BY_STEP = "skip `train_step.trained` batches", "on_update"
+_BY_MODEL = "call model.train(1, dataset.skip(cell.status().trained), ...)", "PerUpdate"
 _BY_HAND = ("{} of the open window would be lost: an Accumulator by hand has no place where its window began; save "
             "when a window was closed, or call flush() first, or use make_train_step")
 _RATES = ("the script gives other rates than the one that saved {}: {}; those of the file were loaded; set "
@@ -46,26 +46,24 @@ _REMEDY = ("build network, optimizer and step with the same arguments, or load t
 def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, step: Any, *, extra: Any = None) -> None:
     """Save the state of the last update, at any time, so that a resumed run is bit-identical.
 
-    The file holds parameters and buffers of the network, the optimizer's state, counters, the loss scaler, the state of
-    stages, the place in the epoch, and `extra`. It holds no gradients: a window that is open is trained again after the
-    load, and BatchNorm's statistics have then seen its microbatches twice. Save in `on_update` to lose nothing. It does
-    not hold Tensors that are plain attributes of a network, such as a memory bank: make these Parameters. Nor does it
-    hold the state of random layers, because MindSpore 2.10 does not expose it on CPU: for bit-identical resumption,
+    The file holds parameters and buffers of the network, the state of the optimizer, the loss scaler and stages,
+    counters, the place in the epoch, and `extra`. It holds no gradients: a window that is open is trained again after
+    the load, and BatchNorm's statistics have then seen its microbatches twice. Save in `on_update` to lose nothing.
+    It does not hold Tensors that are plain attributes of a network, such as a memory bank: make these Parameters. Nor
+    does it hold the state of random layers, which MindSpore 2.10 does not expose on CPU: for bit-identical resumption,
     pass masks as arguments of the batch, drawn from a seed and the position in the data.
 
-    The file is written beside `path`, flushed to the disk and renamed. So a process that is killed at any moment leaves
-    the complete old file or the complete new one; the next save on the same host removes its temporary files. Several
-    processes may save to one path at the same time; the last one wins.
-
-    With several ranks, every rank has to call it with the same path. Rank 0 writes the file, with its own buffers and
-    its own `extra`, and the place of each rank.
+    The file is written beside `path`, flushed to the disk and renamed: a process that is killed at any moment leaves
+    the complete old file or the complete new one. Several processes may save to one path; the last one wins. With
+    several ranks, every rank calls it with the same path. Rank 0 writes the file, with its own buffers and `extra`, and
+    the place of each rank.
 
     Args:
         path: The file to write. It ends in ".safetensors".
         network: The network that holds all parameters that are trained.
         step: The train step, `TrainOneStepCell` or `Accumulator`.
-        extra: Any JSON value, e.g. the seed of the data. NaN and infinity are kept. It is written into
-            the header of the file, which holds 100 MB at most.
+        extra: Any JSON value, e.g. the seed of the data; NaN and infinity are kept. The file's header, which it is
+            written into, holds 100 MB at most.
 
     Warns:
         UserWarning: If a window is open: how many microbatches are trained again, and how to go on.
@@ -74,9 +72,8 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, step: Any, 
         TypeError: If an argument is of the wrong kind, or `extra` would change when it is written to JSON and read
             again (tuples, keys that are not str).
         ValueError: If the path ends in another suffix, or a trained parameter is not in `network`.
-        RuntimeError: If an error or an interrupt stopped an update before its end; if an `Accumulator` holds an open
-            window; if a parameter was given new memory (by `mindspore.load_param_into_net`), which a compiled step does
-            not train.
+        RuntimeError: If an error or an interrupt stopped an update; if an `Accumulator` holds an open window; if a
+            parameter was given new memory (by `mindspore.load_param_into_net`), which a compiled step does not train.
         OSError: If the file cannot be written; the old file is kept. With several ranks, all of them raise it.
 
     Source: databases replace files in this way (write beside the old one, fsync, rename); the format is safetensors.
@@ -120,30 +117,28 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, step: Any, 
     exchange.together(lambda: write_file(file, values, about) if exchange.rank == 0 else None, OSError)
     boundary.saved[0] = boundary.added
     if held:
-        text = _AGAIN_BY_MODEL if isinstance(step, nn.Cell) else _AGAIN
-        warn(text.format(path, _counted(held), "is" if held == 1 else "are"), UserWarning, stacklevel=2)
+        ways = _BY_MODEL if isinstance(step, nn.Cell) else _BY_STEP
+        warn(_AGAIN.format(path, _counted(held), "is" if held == 1 else "are", *ways), UserWarning, stacklevel=2)
 
 
 def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, step: Any, *, rates: str = "file") -> Any:
     """Load a file of `save_checkpoint` into a network and a step with the same arguments, and return its `extra`.
 
-    The resumed training is bit-identical. Everything is checked before anything is loaded. Nothing in the file is
-    executed. All values are the file's, but for what is inside a schedule or a list of learning rates, and plain
-    numbers of the optimizer (betas, weight decay): these are the script's. A list of rates is read from the update that
-    the file has reached. A file fits any `accumulate_step`.
+    Everything is checked before anything is loaded; nothing in the file is executed. All values are the file's, but for
+    what is inside a schedule or a list of learning rates, and plain numbers of the optimizer (betas, weight decay):
+    these are the script's. A list of rates is read from the update that the file has reached. A file fits any
+    `accumulate_step`.
 
-    An open window in this run is dropped. A loop over `train_step.epoch` that is going on ends with an error. If the
-    file stops inside an epoch, go on with `epoch(batches, skip=train_step.trained)`.
-
-    With several ranks, every rank has to call it with the same path. Only rank 0 reads the file. If it was saved with
-    another number of ranks, `trained` counts rank 0's batches of the former split.
+    An open window in this run is dropped, and a loop over `train_step.epoch` that is going on ends with an error. If
+    the file stops inside an epoch, go on with `epoch(batches, skip=train_step.trained)`. With several ranks, every rank
+    calls it with the same path, and rank 0 reads the file. If it was saved with another number of ranks, `trained`
+    counts rank 0's batches of the former split.
 
     Args:
         path: The path that was given to `save_checkpoint`.
         network: A network with the same parameters as the saved one; their values are replaced.
         step: As in `save_checkpoint`.
-        rates: "file", or "script" to keep the learning rates and the momentum of this run. Those in schedules and lists
-            are always the script's.
+        rates: "file", or "script" to keep this run's learning rates and momentum.
 
     Returns:
         `extra`, on all ranks that of rank 0.
@@ -154,11 +149,10 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, step: Any, 
     Raises:
         FileNotFoundError: If there is no such file.
         CheckpointError: If the file is truncated, damaged or not a checkpoint of ms_accum, or was saved with a
-            different network, optimizer or stages; the message names the entry. With several ranks, all of them raise
-            it.
+            different network, optimizer or stages; the message names the entry. With several ranks, all raise it.
         OSError: If other code wrote to the file while it was read (a save of ms_accum never does). Later calls then
             raise RuntimeError, until a whole file is loaded.
-        TypeError, ValueError: As in `save_checkpoint`; RuntimeError if a parameter was given new memory.
+        TypeError, ValueError, RuntimeError: As in `save_checkpoint`.
 
     Source: see `save_checkpoint`.
 
@@ -201,8 +195,9 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, step: Any, 
                 del value
                 synchronize()
                 (Tensor(0) + 1).asnumpy()
-            # What weights are divided by is a constant of graphs. A user's own graph keeps its own.
-            if not (isinstance(step, Accumulator) or window.is_sum or exchange.sums_each) and window.unit != unit:
+            # The unit of weights is a constant of graphs. Those of a step can be forgotten.
+            fixed = window.is_sum or exchange.sums_each or not isinstance(step, TrainStep)
+            if window.unit != unit and (window.unit is None or not fixed):
                 boundary.graphs, window.unit = {}, unit  # in this order, for an interrupt between them
 
         places = about["places"]
@@ -221,10 +216,8 @@ def _boundary_of(network: object, step: object) -> Boundary:
     """Return the boundary of a step. Raise TypeError if an argument is of the wrong kind."""
     remedy = "give path, network, train_step"
     instance_of("network", network, nn.Cell, "a mindspore.nn.Cell", remedy)
-    boundary = getattr(step, "boundary", None)
-    if not isinstance(boundary, Boundary):
-        instance_of("step", step, Boundary, "a train step, a TrainOneStepCell or an Accumulator", remedy)
-    return boundary  # type: ignore[return-value]
+    return instance_of("step", getattr(step, "boundary", step), Boundary,
+                       "a train step, a TrainOneStepCell or an Accumulator", remedy)
 
 
 def _whole(boundary: Boundary, name: str) -> Any:
@@ -255,18 +248,16 @@ def _fitting(path: Path, network: nn.Cell, boundary: Boundary, found: dict[str, 
     entries = _entries(network, boundary)
     numbers = {"accumulator:counts": boundary.window.counts, "accumulator:sums": boundary.window.sums}
     for name in {**entries, **numbers, **found}:
-        entry = entries.get(name, numbers.get(name))
-        held = _described(found.get(name))
-        wanted = _described(entry, _whole(boundary, name))
+        held = _kind_of(found.get(name))
+        wanted = _kind_of(entries.get(name, numbers.get(name)), _whole(boundary, name))
         if held != wanted:
             raise CheckpointError(f"{path}: {name} is {held} in the file, but {wanted} in this run; {_REMEDY}")
     return entries
 
 
-def _described(entry: Any, whole: Any = None) -> str:
-    if entry is None:
-        return "missing"
-    return f"of {str(entry.dtype).lower()} {tuple((entry if whole is None else whole).shape)}"
+def _kind_of(entry: Any, whole: Any = None) -> str:
+    shaped = entry if whole is None else whole
+    return "missing" if entry is None else f"of {str(entry.dtype).lower()} {tuple(shaped.shape)}"
 
 
 def _counted(held: int) -> str:

@@ -1,9 +1,7 @@
 """The file of a checkpoint: safetensors, written atomically, read only if it is complete.
 
-Its metadata holds a description as JSON, and a SHA-256 of the description and all entries. Complex numbers are stored
-as pairs of floats, because MindSpore's loader knows no complex ones.
-
-Source: https://github.com/huggingface/safetensors
+Its metadata holds a description as JSON, and a SHA-256 of it and all entries. MindSpore's loader knows no complex
+numbers in this format, so they are pairs of floats. Source: https://github.com/huggingface/safetensors
 """
 from __future__ import annotations
 
@@ -43,10 +41,6 @@ class CheckpointError(ValueError):
 class OfMindSpore(CheckpointError):
     """Report a file of `mindspore.save_checkpoint`, which holds weights alone."""
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(f"{path} was written by mindspore.save_checkpoint, so no training can resume from it; load "
-                         "its weights alone: ms_accum.load_weights(path, network)")
-
 
 def checked_path(path: Union[str, os.PathLike], called: str) -> Path:
     """Return the absolute path. Raise TypeError or ValueError unless it is one that ends in `SUFFIX`."""
@@ -54,10 +48,8 @@ def checked_path(path: Union[str, os.PathLike], called: str) -> Path:
                 f"give {called}(path, network, train_step), with the path first, unlike mindspore.{called}")
     path = Path(path).resolve()  # a link is kept, and its target is replaced
     if path.suffix != SUFFIX:
-        if path.suffix == ".ckpt" and path.is_file():
-            raise OfMindSpore(path)
-        raise ValueError(f"{path} ends in {path.suffix!r}, expected {SUFFIX!r}; checkpoints have one format; name "
-                         f"the file {path.stem}{SUFFIX}")
+        raise ValueError(f"{path} ends in {path.suffix!r}, expected {SUFFIX!r}; name the file {path.stem}{SUFFIX}, or "
+                         "load the weights of another file alone: ms_accum.load_weights(path, network)")
     return path
 
 
@@ -74,25 +66,14 @@ def part_of(path: Path) -> Iterator[Path]:
     start = f".{path.stem.lstrip('.')}.part-{_HERE}-"
     name = re.compile(rf"{re.escape(start)}(\d{{1,7}})-[0-9a-f]{{8}}")
     for left in path.parent.glob(f"{escape(start)}*"):
-        found = name.fullmatch(left.name)
-        if found and not _lives(int(found[1])):
+        if (found := name.fullmatch(left.name)) and not Path(f"/proc/{found[1]}").exists():
             rmtree(left, ignore_errors=True)
     folder = path.with_name(f"{start}{os.getpid()}-{token_hex(4)}")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"the folder {path.parent} does not exist; make it first")
     try:
         folder.mkdir()
         yield folder / path.name
     finally:
         rmtree(folder, ignore_errors=True)
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except OSError as error:
-        return isinstance(error, PermissionError)  # it is somebody else's
-    return True
 
 
 def write_file(path: Path, entries: dict[str, np.ndarray], about: dict) -> None:
@@ -106,6 +87,8 @@ def write_file(path: Path, entries: dict[str, np.ndarray], about: dict) -> None:
     for name in of_complex:
         values = stored[name]
         stored[name] = values.reshape(-1).view(values.real.dtype).reshape(*values.shape, 2)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"the folder {path.parent} does not exist; make it first")
     umask = os.umask(0)
     os.umask(umask)
     try:
@@ -115,8 +98,6 @@ def write_file(path: Path, entries: dict[str, np.ndarray], about: dict) -> None:
             with part.open("rb") as file:
                 os.fsync(file.fileno())
             os.replace(part, path)
-    except FileNotFoundError:
-        raise
     except (OSError, SafetensorError) as error:
         raise OSError(f"{path} cannot be written ({one_line(error)})") from error
     folder = os.open(path.parent, os.O_RDONLY)
@@ -132,13 +113,11 @@ def write_file(path: Path, entries: dict[str, np.ndarray], about: dict) -> None:
 def _digest(text: str, names: Iterable[str], stored: Callable[[str], np.ndarray]) -> str:
     """Return the SHA-256 of a description and of entries, which `stored` returns by their names."""
     digest = sha256(text.encode())
-
-    def add(name: str, values: np.ndarray) -> None:
+    for name in sorted(names):
+        values = stored(name)
         digest.update(repr((name, values.dtype.name, values.shape)).encode())
         digest.update(np.ascontiguousarray(values).reshape(-1).view(np.uint8).data)
-
-    for name in sorted(names):
-        add(name, stored(name))  # no variable here, which would hold one entry while the next one is read
+        del values  # or one entry would be held while the next one is read
     return digest.hexdigest()
 
 
@@ -201,26 +180,25 @@ def read_file(path: Path, opened: ExitStack) -> tuple[dict[str, Entry], dict]:
     The file stays open until `opened` closes it, so that entries come from the file that was checked, even if another
     process saves to this path. Raise FileNotFoundError if there is no such file.
     """
-    if not path.exists():
-        raise FileNotFoundError(f"there is no checkpoint {path}; give a file that save_checkpoint (in a shell: --save) "
-                                "wrote, or begin without one")
     if not path.is_file():
-        raise CheckpointError(f"{path} is not a file; give a file that save_checkpoint wrote")
+        raise FileNotFoundError(f"there is no checkpoint {path}; give a file that save_checkpoint wrote, or begin "
+                                "without one")
     try:
         reader = _Reader(path, opened)
     except SafetensorError as error:
         raise CheckpointError(f"{path} is truncated, damaged or not in the format safetensors ({one_line(error)}); "
                               "restore it from a copy") from error
     if reader.metadata.get("format") == "ms":
-        raise OfMindSpore(path)
+        raise OfMindSpore(f"{path} was written by mindspore.save_checkpoint, so no training can resume from it; load "
+                          "its weights alone: ms_accum.load_weights(path, network)")
     if _ABOUT not in reader.metadata:
         raise CheckpointError(f"{path} is not a checkpoint of ms_accum; give a file that save_checkpoint wrote")
     try:
         return _checked(reader)
-    except CheckpointError:
-        raise
-    # A file with a right checksum and wrong contents was forged, so any error means that it cannot be read.
     except Exception as error:
+        if isinstance(error, CheckpointError):
+            raise
+        # A file with a right checksum and wrong contents was forged, so any error means that it cannot be read.
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {one_line(error)})") from error
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Union
 
@@ -14,7 +14,7 @@ from mindspore import Tensor, nn, ops
 from ..arguments import instance_of, one_line
 from ..mindspore_api import address_of
 from ..tensors import buffers_of
-from .file import SUFFIX, CheckpointError, OfMindSpore, checked_path, read_file
+from .file import SUFFIX, CheckpointError, OfMindSpore, read_file
 
 
 def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network: nn.Cell) -> None:
@@ -25,17 +25,16 @@ def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network:
     whose gradients are those of the old weights: call `train_step.flush()` first.
 
     Args:
-        source: A file of `ms_accum.save_checkpoint`, also of ms_accum 0.3, or of `mindspore.save_checkpoint`; or a dict
-            of Tensors by the names of the parameters. Entries that the network lacks are ignored. Buffers
+        source: A file of `ms_accum.save_checkpoint` (also of 0.3) or `mindspore.save_checkpoint`, or a dict of Tensors
+            by the names of the parameters. Entries that the network lacks are ignored. Buffers
             (`Cell.register_buffer`) that `source` lacks keep their values.
         network: The network, or a part of it.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
         FileNotFoundError, CheckpointError: If there is no such file, or it is damaged.
-        ValueError: If a parameter of the network is missing, or has another shape, or if the dict holds memory of the
-            network instead of a copy (`Tensor(parameter)`, `parameter.asnumpy()`, `parameter.astype(...)` of the same
-            dtype). Nothing is then changed.
+        ValueError: If a parameter is missing or has another shape, or the dict holds memory of the network instead of
+            a copy (`Tensor(parameter)`, `parameter.asnumpy()`). Nothing is then changed.
 
     Source: `mindspore.load_param_into_net`.
 
@@ -82,16 +81,15 @@ def _address_of(value: Union[Tensor, np.ndarray]) -> int:
 
 
 def _read(path: Union[str, os.PathLike], names: Iterable[str]) -> Mapping[str, Tensor]:
-    if not Path(path).exists():
+    path = Path(path)
+    if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}; give a file that ms_accum or MindSpore wrote")
-    try:
-        with ExitStack() as opened:
-            entries, _ = read_file(checked_path(path, "load_checkpoint"), opened)
+    with suppress(OfMindSpore), ExitStack() as opened:
+        if path.suffix == SUFFIX:
+            entries, _ = read_file(path, opened)
             return {name: Tensor.from_numpy(entries[name].read()) for name in names if name in entries}
-    except OfMindSpore:
-        pass
     try:
-        return ms.load_checkpoint(str(path), format=SUFFIX[1:] if str(path).endswith(SUFFIX) else "ckpt")
+        return ms.load_checkpoint(str(path), format=SUFFIX[1:] if path.suffix == SUFFIX else "ckpt")
     except (ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path} is truncated or damaged, so MindSpore cannot read it ({one_line(error)}); "
                               "restore it from a copy") from error

@@ -99,18 +99,15 @@ class Accumulator(Uncopied):
         optimizer(gradient); buffer = 0
 
     It works inside `ms.jit` and in PyNative. With `reduction="mean"`, give undivided mean losses, and the number of
-    samples (or unmasked tokens) as weights: the update then equals the full-batch update up to rounding, also for
-    microbatches of different sizes and an incomplete last window. With "sum", *the script divides its loss by
-    `accumulate_step`*, as in MindSpore's tutorial, whose class this one replaces, with half its memory. In a new
-    script, prefer `make_train_step` or `TrainOneStepCell`, which know the place in the data, too.
+    samples (or unmasked tokens) as weights: the update then equals the full-batch update up to rounding. With "sum",
+    *the script divides its loss by `accumulate_step`*, as in MindSpore's tutorial, whose class this one replaces, with
+    half its memory. In a new script, prefer `make_train_step` or `TrainOneStepCell`, which know the place in the data.
 
     Args:
-        optimizer: A MindSpore optimizer without a `loss_scale` of its own. Its parameters must have a float dtype and
-            at least one element, and must not be frozen. If they are slices (see `shard_parameters`), give gradients of
-            the whole parameters, `weights`.
+        optimizer: A MindSpore optimizer without a `loss_scale` of its own. If its parameters are slices (see
+            `shard_parameters`), give gradients of the whole parameters, `weights`.
         accumulate_step: Number of microbatches in a window. One of: an int; a dict `{update_step: n}`, piecewise
-            constant, with the key 0; or `until_weight(budget)`, which closes a window with the microbatch that brings
-            its weight to the budget.
+            constant, with the key 0; or `until_weight(budget)`.
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` without clipping. None computes no norm. Norms above 8e12 count as infinite.
         reduction: "mean" or "sum", as above. Required: the wrong one makes updates N times too large, or too small.
@@ -118,14 +115,13 @@ class Accumulator(Uncopied):
             16 bits overflow, or stop growing; a warning is given for windows that are too long.
         on_nonfinite: What to do with gradients that hold NaN or infinity. "apply": apply them like other values.
             "skip_microbatch": give the microbatch (or the piece, if it is cut) the weight 0; it still counts in its
-            window. "skip_window": drop the window when it closes, without an update. A gradient counts as finite if the
-            sum of its elements is finite. Both also drop a window of weight 0, whose mean is 0/0; with "apply", it
-            updates with a gradient of 0.
+            window. "skip_window": drop the window when it closes, without an update. Both also drop a window of weight
+            0, whose mean is 0/0; with "apply", it updates with a gradient of 0. A gradient counts as finite if the sum
+            of its elements is.
         max_skips: Largest number of windows that may be dropped in a row; one more raises a RuntimeError where counters
             are read: at a flush, in each 64th microbatch of an epoch. None: no limit.
-        reducer: A `DataParallel`, which gives all ranks of a run started with `msrun` the same update; then call
-            `close()` after each microbatch. None: one device.
-        stages: A tuple of stages; see `ms_accum.Stage`. A `ms_accum.batch_size.GradientNoiseScale` is one.
+        reducer: A `DataParallel`, for several ranks; then `add` in the graph, and call `close()` after it.
+        stages: A tuple of stages, such as a `ms_accum.batch_size.GradientNoiseScale`; see `ms_accum.Stage`.
         loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16.
             Differentiate `scaled(loss)`. When the window closes, the gradient is divided by the scale, and the scaler
             is adjusted once. A window whose gradient holds NaN or infinity, or whose weight is 0, is dropped.
@@ -133,10 +129,6 @@ class Accumulator(Uncopied):
     Attributes:
         weights: The parameters to give gradients for, in the optimizer's order: ParameterTuple.
         window, boundary: The open window on the device, and the host's side of it, for checkpoints.
-
-    Raises:
-        TypeError: If an argument is of the wrong kind, or `reduction` is missing.
-        ValueError: If an argument is out of range, or a loss scaler is given with "skip_microbatch".
 
     Source: https://www.mindspore.cn/tutorials/experts/en/r2.2/optimize/gradient_accumulation.html (the class);
     schedules and skipping are those of `optax.MultiSteps`; the clip factor is that of `torch.nn.utils.clip_grad_norm_`.

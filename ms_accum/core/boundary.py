@@ -219,7 +219,7 @@ class Boundary:
 
         Return whether this rank had an open window.
         """
-        exchange, self.missing = self.window.exchange, None
+        exchange, self.missing, self.is_closed = self.window.exchange, None, False
         self.require_unchanged()
         self.known()
         if self.is_idle:

@@ -36,22 +36,14 @@ class WindowLength:
                             = n of the largest start <= update_step              # {start: n}, piecewise constant
                             = at_most                                            # until_weight(budget, at_most)
 
-    `update_step` only changes when a window closes, so a window keeps its length from its first microbatch to its
-    last. The dict form is Lightning's `GradientAccumulationScheduler`, counted in updates instead of epochs.
-
-    Args:
-        accumulate_step: As in `Accumulator`.
+    `update_step` only changes when a window closes, so a window keeps its length. The dict form is Lightning's
+    `GradientAccumulationScheduler`, counted in updates.
 
     Attributes:
         description: A text that is equal for equal lengths.
         constant: What `missing` returns for no microbatch, if that is the same after each update; else None.
         is_one: Whether each window holds one microbatch.
-        longest: Largest number of microbatches in a window. For `until_weight` without `at_most`, if each microbatch
-            weighs at least 1.
-
-    Raises:
-        TypeError: If `accumulate_step`, or a key or value of it, is not an integer (a bool and a float are not).
-        ValueError: If a length is below 1, a key is negative, either is above 2**31 - 1, or a dict lacks the key 0.
+        longest: Largest number of microbatches in a window; for `until_weight`, if each weighs at least 1.
     """
 
     def __init__(self, accumulate_step: AccumulateStep) -> None:
@@ -121,7 +113,7 @@ class WindowLength:
 
 
 def length_of(accumulate_step: AccumulateStep) -> WindowLength:
-    """Return the `WindowLength` for `accumulate_step`. Raise TypeError or ValueError if it is invalid."""
+    """Return the `WindowLength`. Raise TypeError or ValueError if `accumulate_step` is invalid."""
     if isinstance(accumulate_step, (nn.LossBase, nn.Optimizer)):
         raise TypeError(f"accumulate_step is of type {type(accumulate_step).__name__}, expected the number of "
                         "microbatches in a window; give the optimizer second, accumulate_step third, and a loss "
@@ -130,76 +122,36 @@ def length_of(accumulate_step: AccumulateStep) -> WindowLength:
 
 
 def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
-    """Let the weight of a window decide when it closes, not the number of its microbatches.
+    """Let the weight of a window decide when it closes, not the number of its microbatches: `accumulate_step=...`.
 
-    Give `accumulate_step=until_weight(65_536)`. A window then closes with the microbatch that brings its weight to
-    `budget`. Use it if microbatches differ in weight, e.g. in their number of tokens: each update then uses about the
-    same number of tokens. The weights are those of `weight_fn`, or the numbers of samples; with several losses, their
-    means. A window holds at least one microbatch, and microbatches are not cut: a window may exceed the
-    budget by less than the weight of its last microbatch.
+        train_step = make_train_step(forward_fn, optimizer, until_weight(65_536), weight_fn=count_tokens)
 
-    The budget is that of one rank. If ranks exchange each microbatch, a window closes when the sum of their weights
-    reaches `budget` times the number of these ranks. Otherwise each rank closes its part of a window when that part
-    reaches the budget.
-
-    A train step of `make_train_step` reads the window's weight after each microbatch, which waits for the device.
+    A window closes with the microbatch that brings its weight (of `weight_fn`, or the number of samples) to `budget`.
+    Microbatches are not cut, so it may exceed the budget. The budget is that of one rank: if ranks exchange each
+    microbatch, a window closes at `budget` times the number of these ranks. A train step reads the window's weight
+    after each microbatch, which waits for the device.
 
     Args:
         budget: The weight at which a window closes, a finite number > 0.
         at_most: Largest number of microbatches in a window; it bounds windows of little weight.
 
-    Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If an argument is out of range.
-
-    Example:
-        >>> import numpy as np, mindspore as ms
-        >>> from mindspore import nn
-        >>> from ms_accum import make_train_step, until_weight
-        >>> network = nn.Dense(2, 1)
-        >>> def forward_fn(x):
-        ...     return network(x).mean()
-        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
-        >>> train_step = make_train_step(forward_fn, optimizer, accumulate_step=until_weight(10))
-        >>> for samples in (6, 6, 12):
-        ...     loss = train_step(ms.Tensor(np.ones((samples, 2), np.float32)))
-        ...     print(samples, bool(train_step.updated))
-        6 False
-        6 True
-        12 True
-
-    Source: a budget of tokens instead of a number of samples is common in training language models; fairseq's
-    `--max-tokens` bounds a batch in this way.
+    Source: fairseq's `--max-tokens` bounds a batch in this way.
     """
     budget = number("budget", budget, lambda weight: 0 < weight < inf, "a finite number > 0", "give a weight")
     return UntilWeight(budget, _length("at_most", at_most, "give the most microbatches that a window may hold"))
 
 
 def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
-    """Convert a schedule of epochs to one of updates, for `Accumulator(accumulate_step=...)`.
-
-        accumulate_step = by_epoch({0: 1, 5: 4}, microbatches=1875)  # windows of 4 from the sixth epoch on
+    """Convert a schedule of epochs, `{epoch: n}` with the key 0, to one of updates, for `accumulate_step`.
 
     It is exact if every epoch has `microbatches` microbatches on each rank and ends with a flush, and no window is
-    skipped: a skipped window does not count as an update.
-
-    Args:
-        schedule: `{epoch: n}`: from this epoch on (counted from 0), windows have n microbatches. It must hold the key
-            0.
-        microbatches: Number of microbatches in an epoch.
-
-    Returns:
-        `{update_step: n}`.
-
-    Raises:
-        TypeError: If `schedule` is not a dict of integers, or `microbatches` is not an integer.
-        ValueError: If a number is out of range, or `schedule` lacks the key 0.
+    dropped: a dropped window is no update.
 
     Source: Lightning's `GradientAccumulationScheduler`, which counts epochs.
 
     Example:
         >>> from ms_accum import by_epoch
-        >>> print(by_epoch({0: 1, 2: 4}, microbatches=10))
+        >>> print(by_epoch({0: 1, 2: 4}, microbatches=10))  # windows of 4 from the third epoch on
         {0: 1, 20: 4}
     """
     instance_of("schedule", schedule, Mapping, "a dict {epoch: n}")
@@ -217,20 +169,10 @@ def updates_of(accumulate_step: AccumulateStep, microbatches: int, epochs: int =
     """Return the number of updates of a run, e.g. for a learning rate schedule.
 
         total = updates_of(4, len(dataset), epochs=10)
-        rates = nn.cosine_decay_lr(0.0, 0.1, total, 1, total)
-        optimizer = nn.Momentum(parameters, rates, 0.9)
+        optimizer = nn.Momentum(parameters, nn.cosine_decay_lr(0.0, 0.1, total, 1, total), 0.9)
 
-    It is exact if every epoch ends with a flush and nothing is skipped.
-
-    Args:
-        accumulate_step: Number of microbatches in a window: an int or `{update_step: n}`, as in `Accumulator`.
-        microbatches: Number of microbatches in an epoch on each rank; if ranks have different numbers, the largest.
-        epochs: Number of epochs in the run.
-
-    Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If a number is out of range, or the length of windows is not known before the run
-            (`until_weight`).
+    It is exact if every epoch ends with a flush and nothing is dropped. `microbatches`: of an epoch on each rank; if
+    ranks have different numbers, the largest. Raise ValueError for `until_weight`, whose windows are not known before.
 
     Source: Lightning's `Trainer.estimated_stepping_batches`.
 

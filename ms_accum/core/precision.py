@@ -19,12 +19,9 @@ _LOST = ("buffer_dtype is {0} and windows may hold {1} gradients, expected at mo
 
 
 def warn_of_lost_gradients(buffer_dtype: Optional[ms.Type], longest: int, pieces: int = 1) -> None:
-    """Warn if windows of up to `longest` microbatches, each in `pieces` pieces, are too long for 16-bit buffers.
-
-    With several pieces, warn only if the accumulator has not warned already, for the microbatches alone.
-    """
+    """Warn if windows of up to `longest` microbatches, each in `pieces` pieces, are too long for 16-bit buffers."""
     limit = LONGEST_SUM.get(buffer_dtype)
-    if limit is not None and longest * pieces > limit >= longest * (pieces > 1):
+    if limit is not None and longest * pieces > limit:
         warn(_LOST.format(buffer_dtype, f"{longest} x {pieces}" if pieces > 1 else longest, limit), stacklevel=2)
 
 

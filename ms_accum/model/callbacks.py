@@ -16,19 +16,17 @@ from .cell import TrainOneStepCell
 class FlushCallback(Callback):
     """Begin and end epochs, and apply the incomplete last window of each. Use it with every `TrainOneStepCell`.
 
-    Put it before callbacks that save or read the weights. It flushes every `TrainOneStepCell` of the run after
-    microbatch number `dataset.get_dataset_size()` of an epoch, so that the evaluation of `Model.fit` uses the updated
-    weights. With `sink_size`, epochs are still those of the dataset.
+    Put it before callbacks that save or read the weights. It flushes each cell after microbatch number
+    `dataset.get_dataset_size()`, before `Model.fit` evaluates. With `sink_size`, epochs are those of the dataset.
 
-    `cell.status()` has the place: `epochs` finished, and microbatches `trained` since. After a load of a file from
-    inside an epoch, or after an interrupt, `model.train(1, dataset.skip(cell.status().trained), ...)` goes on there,
-    and later epochs begin at 0. An epoch that a callback stops with `request_stop` is not finished.
+    `cell.status()` has the place: `epochs` finished, and microbatches `trained` since. After the load of a file from
+    inside an epoch, or an interrupt, `model.train(1, dataset.skip(cell.status().trained), ...)` goes on there; later
+    epochs begin at 0. An epoch that a callback stops with `request_stop` is not finished.
 
     Raises:
-        ValueError: When training begins: if there is no `TrainOneStepCell`; if a `LearningRateScheduler` or
-            `ReduceLROnPlateau` is not in `PerUpdate`; for `EarlyStopping(restore_best_weights=True)`; if a dataset of
-            samples has no batch operation; if an epoch ends inside a sink. Later: if a parameter was frozen, or the
-            list of learning rates is used up.
+        ValueError: When training begins: without a `TrainOneStepCell`; if a `LearningRateScheduler` or
+            `ReduceLROnPlateau` is not in `PerUpdate`; for `EarlyStopping(restore_best_weights=True)`; if a dataset has
+            no batch operation, or an epoch ends inside a sink. Later: if a list of learning rates is used up.
         RuntimeError: When an epoch begins in an open window of another one, or a parameter has new memory.
 
     Source: Lightning and HF Accelerate also apply the last window of an epoch, but divide it by the full length.
@@ -42,15 +40,10 @@ class FlushCallback(Callback):
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
         >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
         >>> cell = TrainOneStepCell(nn.WithLossCell(network, nn.L1Loss()), optimizer, accumulate_step=2)
-        >>> def learning_rate(rate, update_step):
-        ...     print("update", update_step)
-        ...     return rate / 2
-        >>> callbacks = [FlushCallback(), PerUpdate(train.LearningRateScheduler(learning_rate))]
-        >>> train.Model(cell).train(1, data, callbacks=callbacks, dataset_sink_mode=False)
-        update 1
-        update 2
-        >>> print(cell.status().mini_step, cell.status().epochs)
-        0 1
+        >>> halving = PerUpdate(train.LearningRateScheduler(lambda rate, update_step: rate / 2))
+        >>> train.Model(cell).train(1, data, callbacks=[FlushCallback(), halving], dataset_sink_mode=False)
+        >>> print(cell.status().update_step, cell.status().epochs, float(optimizer.learning_rate))
+        2 1 0.125
     """
 
     def __init__(self) -> None:
@@ -66,15 +59,14 @@ class FlushCallback(Callback):
         self._is_sunk = context.dataset_sink_mode
         if self._is_sunk and self._length % context.sink_size:
             raise ValueError(f"sink_size is {context.sink_size}, expected a divisor of the {self._length} microbatches "
-                             "of an epoch: inside a sink, FlushCallback cannot apply the incomplete last window; give "
-                             "sink_size=-1, or leave FlushCallback out, and windows continue in the next epoch")
+                             "of an epoch, so that one can be flushed; give sink_size=-1, or leave FlushCallback out")
         before = takewhile(lambda callback: callback is not self, context.list_callback)
         if any(isinstance(callback, train.ModelCheckpoint) for callback in before):
             raise ValueError("ModelCheckpoint stands before FlushCallback, expected after it: it would save weights to "
                              "which the incomplete window is not applied; give callbacks=[FlushCallback(), ...]")
 
     def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        """Begin an epoch of each cell; go on with the one of a file, or of which the dataset skips what was trained."""
+        """Begin an epoch of each cell, or go on with the one of a file, or of which the dataset skips as much."""
         if self._is_inside(run_context):
             return
         context = run_context.original_args()
@@ -85,7 +77,7 @@ class FlushCallback(Callback):
             boundary.enter_epoch(boundary.begin_epoch(trained if goes_on else 0)[1])
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
-        """Look for windows that were dropped, and for a list of rates that is used up, now and then."""
+        """Look for dropped windows and for used-up rates, now and then."""
         if self._is_sunk or (run_context.original_args().cur_step_num - self._begin) % 64 == 1:
             for cell in _train_cells(run_context):
                 cell.boundary.look()
@@ -118,30 +110,26 @@ class FlushCallback(Callback):
                 boundary.end_epoch()
 
     def _is_inside(self, run_context: RunContext) -> bool:
-        """Return whether a sink, which `Model` calls an epoch, begins or ends inside an epoch of the dataset."""
+        """Return whether a sink, which `Model` calls an epoch, begins or ends inside one of the dataset."""
         return bool(self._is_sunk) and (run_context.original_args().cur_step_num - self._begin) % self._length > 0
 
 
 class PerUpdate(Callback):
     """Wrap a callback so that it is called after each update, not after each microbatch, and counts updates.
 
-        Model(cell).train(epochs, dataset, callbacks=[FlushCallback(), PerUpdate(LearningRateScheduler(learning_rate))])
-
-    Put it after `FlushCallback`. The inner callback gets `update_step` as `cur_step_num`, and the cell's optimizer,
-    which `LearningRateScheduler` and `ReduceLROnPlateau` need. It is called before the first microbatch of a window
-    (`on_train_step_begin`), after the update (`on_train_step_end`), and at the begin and end of epochs and of the
-    training. `batch_num` still counts microbatches: the position in the epoch that `LossMonitor` prints and
-    `ModelCheckpoint` puts into file names is `update_step` modulo that. With several ranks, all must set the same rate.
-    A flush may make several updates, those of other ranks; then it is called after the last one.
+    Put it after `FlushCallback`, whose example shows it. The inner callback gets `update_step` as `cur_step_num`, and
+    the cell's optimizer, which `LearningRateScheduler` and `ReduceLROnPlateau` need. It is called before the first
+    microbatch of a window (`on_train_step_begin`), after the update (`on_train_step_end`), and at the begin and end of
+    epochs and of the training. `batch_num` still counts microbatches: the position in the epoch that `LossMonitor`
+    prints and `ModelCheckpoint` puts into file names is `update_step` modulo that.
 
     Args:
         callback: A `mindspore.train.Callback`.
 
     Raises:
-        TypeError: If `callback` is not a Callback.
         ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or in data sink mode.
 
-    Source: optax and MindSpore's dynamic learning rates count updates; MindSpore's callbacks count microbatches.
+    Source: optax and MindSpore's dynamic learning rates count updates.
 
     Example:
         >>> from mindspore.train import LossMonitor
@@ -205,8 +193,7 @@ def one_cell(callback: Callback, run_context: RunContext) -> TrainOneStepCell:
     if len(cells) > 1:
         raise ValueError(f"{name} found {len(cells)} TrainOneStepCells, expected one; train them in separate Models")
     if run_context.original_args().get("dataset_sink_mode"):
-        raise ValueError(f"{name} got dataset_sink_mode=True, which hides single microbatches from callbacks; give "
-                         "dataset_sink_mode=False")
+        raise ValueError(f"{name} got dataset_sink_mode=True, which hides microbatches; give dataset_sink_mode=False")
     return cells[0]
 
 
@@ -224,12 +211,11 @@ def cells_to_train(run_context: RunContext) -> list[TrainOneStepCell]:
         if isinstance(callback, (train.LearningRateScheduler, train.ReduceLROnPlateau)):
             raise ValueError(f"{name} needs the optimizer, which Model does not know; give PerUpdate({name}(...))")
         if isinstance(inner, train.EarlyStopping) and inner.restore_best_weights:
-            raise ValueError("EarlyStopping has restore_best_weights=True, which gives parameters new memory that "
-                             "graphs do not see; save the best weights, and restore them with load_checkpoint or "
-                             "ops.assign")
+            raise ValueError("EarlyStopping has restore_best_weights=True, which gives parameters new memory; leave it "
+                             "out, and restore saved weights with load_checkpoint or ops.assign")
     return cells
 
 
 def _train_cells(run_context: RunContext) -> list[TrainOneStepCell]:
-    network = run_context.original_args().train_network
-    return [cell for _, cell in network.cells_and_names() if isinstance(cell, TrainOneStepCell)]
+    cells = run_context.original_args().train_network.cells_and_names()
+    return [cell for _, cell in cells if isinstance(cell, TrainOneStepCell)]

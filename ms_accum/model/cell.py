@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, Optional, Union
+from typing import TYPE_CHECKING, Any, NoReturn, Optional
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -22,8 +22,6 @@ from ..tensors import unstack
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-Result = Union[Tensor, tuple[Tensor, Tensor, Tensor]]
 
 
 class TrainOneStepCell(Uncopied, nn.Cell):
@@ -45,10 +43,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
             e.g. an `nn.WithLossCell`.
         optimizer: An optimizer. The cell builds an accumulator for it, with `reduction="mean"`.
         accumulate_step: Number of microbatches in a window; see `Accumulator`.
-        batch_axis: The axis that counts the samples; see `make_train_step`.
-        weight_fn: `(*batch) -> weight`: the denominator of the network's mean; see `make_train_step`.
-        has_weight: Whether the network returns `(loss, weight)`; see `make_train_step`.
-        loss_reduction: "sum" if the network returns a sum; see `make_train_step`.
+        batch_axis, weight_fn, has_weight, loss_reduction: See `make_train_step`; the network is its `forward_fn`.
         **options: Options of `Accumulator`: `clip_norm`, `buffer_dtype`, `on_nonfinite`, `max_skips`, `reducer`,
             `stages` and `loss_scaler`.
 
@@ -97,8 +92,8 @@ class TrainOneStepCell(Uncopied, nn.Cell):
                     "give nn.WithLossCell(network, loss_fn), or a function to make_train_step")
         require_functions(False, has_weight, weight_fn, network=network)
         one_of("loss_reduction", loss_reduction, REDUCTIONS)
-        self.network, self.optimizer, self._axis = network, optimizer, checked_axis(batch_axis)
-        self._scaler = options.get("loss_scaler")
+        self.network, self.optimizer = network, optimizer
+        self._axis, self._scaler = checked_axis(batch_axis), options.get("loss_scaler")
         self.boundary = boundary_of(optimizer, accumulate_step, {
             "the kind of step": "TrainOneStepCell", "batch_axis": self._axis, "weight_fn": weight_fn is not None,
             "has_weight": has_weight, "loss_reduction": loss_reduction}, is_sum=loss_reduction == "sum",
@@ -121,11 +116,10 @@ class TrainOneStepCell(Uncopied, nn.Cell):
 
         self._enter = constexpr(entered)  # runs when that graph is compiled
 
-    def __call__(self, *batch: Any, **named: Any) -> Result:
+    def __call__(self, *batch: Any, **named: Any) -> Any:
         """See the class. RuntimeError if an error left a part of a batch in the open window, or stopped an update."""
         if named:
-            raise TypeError(f"got keyword arguments ({', '.join(named)}), expected arguments by position, in the order "
-                            "of the network's; or use make_train_step")
+            raise TypeError(f"got keyword arguments ({', '.join(named)}), expected arguments by position")
         require_arguments(*self._takes, len(batch))
         self._follow_mode()
         scale = None if self._scaler is None else self._scaler.scale_value + 0.0  # a copy: the close adjusts it
@@ -135,7 +129,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         dropped = unstack(self._window.counts)[IN_ROW] > 0 if self.boundary.is_closed else Tensor(False)
         return loss, dropped, scale
 
-    def construct(self, *batch: Any) -> Result:
+    def construct(self, *batch: Any) -> Any:
         """Train on a microbatch in the graph of another Cell, which does not run `__call__`."""
         self._enter(len(batch))
         scale = None if self._scaler is None else self._scaler.scale_value + 0.0
@@ -154,7 +148,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         return loss, ops.logical_and(closed, counts[IN_ROW] > 0), scale
 
     def set_inputs(self, *inputs: Any, **named: Any) -> None:
-        """Declare dynamic shapes of a batch, before the first call: set the inputs of the network, also by name."""
+        """Declare dynamic shapes of a batch, before the first call: set the inputs of the network."""
         self.network.set_inputs(*inputs, **named)
 
     def set_grad(self, requires_grad: bool = True) -> nn.Cell:

@@ -14,9 +14,7 @@ from mindspore.train import Callback, RunContext
 from ..arguments import instance_of
 from ..core.boundary import Boundary
 from ..core.stages import LossScale
-from ..steps.train_step import TrainStep
 from .callbacks import one_cell
-from .cell import TrainOneStepCell
 
 
 class WindowLog(Callback):
@@ -30,16 +28,14 @@ class WindowLog(Callback):
     `grad_norm`, before clipping (NaN without `clip_norm`); `skipped` and `seen`, totals so far; `seconds` of training,
     without those of functions of `on_update`; `per_second`, which is `weight / seconds`; with a loss scaler
     `loss_scale`, that of the next window; and those of `extra`. A dropped window shows in the next row's `skipped`.
-
     With several ranks, rank 0 writes. An interrupt between an update and its row leaves out the row.
 
     Args:
-        to: Path of a CSV file, or a function of a dict. A run that begins with its first update begins the file anew,
-            with a warning if that had rows. A run that goes on keeps the rows before its next update.
+        to: Path of a CSV file, or a function of a dict. With its first update, a run begins the file anew, and warns if
+            it had rows. A run that goes on keeps the rows before its next update.
         extra: A function without arguments that returns a dict: more columns. Rank 0 calls it for each row.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
         ValueError, OSError: At an update: if a run goes on with a file of other columns, two columns have the same
             name, the log follows another step, or the file cannot be written. When training begins: see `PerUpdate`.
 
@@ -84,9 +80,9 @@ class WindowLog(Callback):
         given: Any = boundary.functions
         boundary.functions = [(n, log) for n, log in given if log.func in logs and log.func is not self]
 
-    def __call__(self, train_step: Union[TrainStep, TrainOneStepCell]) -> None:
+    def __call__(self, train_step: Any) -> None:
         """Write the row of the last update. `on_update` and `Model` call it."""
-        boundary = train_step.boundary
+        boundary: Boundary = train_step.boundary
         if self._boundary not in (None, boundary):
             raise ValueError("this WindowLog follows another train step; give each step a WindowLog of its own")
         self._boundary = boundary
@@ -102,7 +98,7 @@ class WindowLog(Callback):
         for scaling in (stage for stage in boundary.window.stages if isinstance(stage, LossScale)):
             row["loss_scale"] = float(scaling.loss_scale())
         extra = self._extra()
-        if twice := set(row) & set(extra):
+        if twice := row.keys() & extra:
             raise ValueError(f"two columns of WindowLog would be called {min(twice)}; let extra= return another name")
         row.update(extra)
         if callable(self._to):
@@ -127,8 +123,7 @@ class WindowLog(Callback):
         if rows and update_step == 1 and self._written is None:
             warn(f"{self._to} holds {len(rows)} rows of an earlier run, which this new run overwrites; give WindowLog "
                  "another path to keep them", UserWarning, stacklevel=2)
-        # A full disk may have cut a row.
-        kept = [row for row in rows if update_step > 1 and None not in (*row, *row.values())
+        kept = [row for row in rows if update_step > 1 and None not in (*row, *row.values())  # cut by a full disk
                 and int(row["update_step"]) < update_step]
         with open(f"{self._to}.part", "w", newline="", encoding="utf-8") as file:  # no interrupt loses the rows
             csv.writer(file).writerows([columns, *(row.values() for row in kept)])

@@ -79,9 +79,9 @@ def test_a_run_of_ragged_microbatches_in_pieces_is_measured():
     pieces, rate, decay, network = 2, 1e-3, 0.9, Position()
     data = noisy([(4, 16)[i % 3 == 1] for i in range(24)], 30)
     data[4][0, 0] = np.nan
-    acc = Accumulator(nn.SGD([network.point], rate), {0: 1, 2: 3}, reduction="mean", on_nonfinite="skip_microbatch",
-                      stages=(GradientNoiseScale(decay),))
-    step = make_train_step(network, acc, pieces=pieces)
+    step = make_train_step(network, nn.SGD([network.point], rate), {0: 1, 2: 3}, on_nonfinite="skip_microbatch",
+                           stages=(GradientNoiseScale(decay),), pieces=pieces)
+    acc = step.accumulator
     ends = [1, 2, 5, 7, 10, 11, 14, 17, 20, 23, 24]  # of the windows; early are the fourth and the last
     dropped, point, windows, sizes = 11, np.zeros(FEATURES), [], np.zeros(2)
     for start, end in zip([0, *ends], ends):
@@ -90,9 +90,9 @@ def test_a_run_of_ragged_microbatches_in_pieces_is_measured():
         for x in data[start:end]:
             step(Tensor(x))
         if end == dropped:
-            acc.reset()
+            step.reset()
             continue
-        acc.flush()
+        step.flush()
         windows.append(window)
         weight = sum(w for _, w in window)
         sizes = decay * sizes + [weight, end - start]

@@ -91,14 +91,16 @@ BUILT = {}  # by `counted_step`
 def counted_step(kind, accumulate_step, pair, microbatch):
     """A step of a train step, cell or accumulator, of which BUILT keeps the accumulator."""
     network, x = Position(), Tensor(np.ones((microbatch, FEATURES)), ms.float32)
-    accumulator = BUILT["accumulator"] = Accumulator(nn.SGD([network.point], 1e-3), accumulate_step, reduction="mean")
+    optimizer = nn.SGD([network.point], 1e-3)
     if kind == "hand":
-        built, grad_fn = accumulator, ms.value_and_grad(network, None, accumulator.optimizer.parameters)
+        built, grad_fn = Accumulator(optimizer, accumulate_step, reduction="mean"), ms.value_and_grad(
+            network, None, optimizer.parameters)
     else:
-        built = {"step": make_train_step, "cell": TrainOneStepCell}[kind](network, accumulator)
+        built = {"step": make_train_step, "cell": TrainOneStepCell}[kind](network, optimizer, accumulate_step)
+    BUILT["accumulator"] = getattr(built, "accumulator", built)
 
     def step():
-        return accumulator(grad_fn(x)[1]) if kind == "hand" else built(x)
+        return built(grad_fn(x)[1]) if kind == "hand" else built(x)
     return (step, built) if pair else step
 
 

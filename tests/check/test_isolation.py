@@ -11,7 +11,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from support.layers import Counter, amp_at, causes, drawn, labels, normal
 from support.modes import compiled_graphs
 
-from ms_accum import Accumulator, check_equivalence, make_train_step
+from ms_accum import check_equivalence, make_train_step
 from ms_accum.selftest.networks import mean_loss
 
 BATCH = normal(12, 6), labels(12)
@@ -103,8 +103,7 @@ def test_a_check_disturbs_no_training(level):
     network = drawn(nn.SequentialCell(nn.Dense(6, 8), nn.BatchNorm1d(8), Counter(), nn.Dense(8, 3)))
     network = amp_at(network, level).set_train()
     batch = normal(12, 6, dtype=ms.float16 if level == "float16" else ms.float32), labels(12)
-    accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="mean")
-    train_step = make_train_step(mean_loss(network), accumulator)
+    train_step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), 2)
     start, trained = [p.asnumpy().copy() for p in network.get_parameters()], []
     for check in (False, True):
         for p, value in zip(network.get_parameters(), start):

@@ -96,7 +96,7 @@ def test_a_step_takes_the_file_of_an_accumulator_and_the_other_way_round():
     ((0, 1, 2), TypeError, r"path is of type int, expected a str or a path; give .*with the path first, unlike mindsp"),
     ((PATH, "network", 2), TypeError, "network is of type str, expected a mindspore.nn.Cell; give path, network"),
     ((PATH, 1, "step"), TypeError, "step is of type str, expected a train step, a TrainOneStepCell or an Accumulator"),
-    (("c.ckpt", 1, 2), ValueError, r"c\.ckpt ends in '.ckpt', expected '.safetensors'; .* name the file c\.safet")])
+    (("c.ckpt", 1, 2), ValueError, r"c\.ckpt ends in '.ckpt', expected '.safetensors'; name the file c\.safet")])
 def test_bad_arguments(arguments, error, message):
     network, step = build()
     given = tuple({1: network, 2: step}.get(value, value) for value in arguments)
@@ -116,7 +116,7 @@ def test_bad_extra_folders_and_paths():
     with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*c\.safetensors; give a file that save"):
         load_checkpoint(PATH, network, step)
     os.mkdir(PATH)
-    with pytest.raises(CheckpointError, match="is not a file; give a file that save_checkpoint wrote"):
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
         load_checkpoint(PATH, network, step)
     os.rmdir(PATH)
     extra = {"epoch": 3, "position": [1, 2.5, None], "seed": "x", "nan": float("inf"), "true": True}
@@ -140,7 +140,7 @@ def test_files_of_others_name_the_way_to_their_weights():
     ms.save_checkpoint(network, "ms.ckpt")
     ms.save_checkpoint(network, "ms.safetensors", format="safetensors")
     for path in ("old.safetensors", "ms.ckpt", "ms.safetensors"):
-        with pytest.raises(CheckpointError, match=r"load its weights alone: ms_accum.load_weights\(path, network\)"):
+        with pytest.raises(ValueError, match=r"weights.* alone: ms_accum.load_weights\(path, network\)"):
             load_checkpoint(path, network, step)
         other = MLP(seed=1)
         assert weights(other) != weights(network)

@@ -290,6 +290,7 @@ def test_a_float16_buffer_stops_growing_as_numpys_sum_does():
 
 @pytest.mark.parametrize(("accumulate_step", "pieces", "most"), [
     (513, 1, "513"), ({0: 2, 9: 600, 12: 4}, 1, "600"), (until_weight(9, at_most=700), 1, "700"), (200, 3, "200 x 3"),
+    (600, 2, "600 x 2"),
     (512, 1, None), (until_weight(512), 1, None), (128, 4, None)])
 def test_windows_too_long_for_16_bits_are_warned_of_once(accumulate_step, pieces, most):
     """Control: float32 buffers."""

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from mindspore import Tensor, nn
 
-from ms_accum import Accumulator, TrainOneStepCell, batchnorm_to_groupnorm, check_equivalence
+from ms_accum import TrainOneStepCell, batchnorm_to_groupnorm, check_equivalence
 from ms_accum.selftest.comparing import values
 from ms_accum.selftest.networks import mean_loss
 
@@ -32,15 +32,15 @@ def trained(build, start, accumulate_step, microbatch, training):
     network = build()
     for parameter, value in zip(network.get_parameters(), start):
         parameter.set_data(Tensor(value, parameter.dtype))
-    acc = Accumulator(nn.Momentum(network.trainable_params(), 0.05, 0.9), accumulate_step, 1.0, reduction="mean")
-    cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), acc)
+    cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), nn.Momentum(network.trainable_params(), 0.05, 0.9),
+                            accumulate_step, clip_norm=1.0)
     cell.set_train(training)
     rng = np.random.default_rng(0)
     samples = rng.normal(size=(WINDOWS * ACCUMULATE_STEP * MICROBATCH, 3, 32, 32)).astype(np.float32)
     labels = rng.integers(0, 10, len(samples)).astype(np.int32)
     for i in range(0, len(samples), microbatch):
         cell(Tensor(samples[i:i + microbatch]), Tensor(labels[i:i + microbatch]))
-    assert int(acc.update_step) == WINDOWS
+    assert cell.status().update_step == WINDOWS
     return np.concatenate([value.ravel() for value in values(network.trainable_params())])
 
 

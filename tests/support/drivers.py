@@ -13,7 +13,7 @@ def counters(accumulator):
 
 
 class Driver(drivers.Driver):
-    """A driver of an accumulator, as a context in which its calls are made.
+    """A driver, as a context in which its calls are made.
 
     Args:
         name: As there; or "model", followed by how it runs.
@@ -30,9 +30,9 @@ class Driver(drivers.Driver):
         if self.kind == "model":
             dataset = GeneratorDataset(batches, ["x", "ids", "target", "mask"], shuffle=False)
             callbacks = [_After(after), *([FlushCallback()] if flush else [])]
-            Model(self.steps[0]).train(1, dataset, callbacks=callbacks, dataset_sink_mode=self.sink)
+            Model(self.step).train(1, dataset, callbacks=callbacks, dataset_sink_mode=self.sink)
         else:
-            for result in self.steps[0].epoch(batches):
+            for result in self.step.epoch(batches):
                 after(result)
 
 

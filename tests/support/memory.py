@@ -120,10 +120,10 @@ def contrastive(kind, samples):
     def contrast_of(x):
         return contrast(encode(x))
 
-    acc = Accumulator(nn.SGD(token.trainable_params(), 0.1), 1, reduction="mean")
+    optimizer = nn.SGD(token.trainable_params(), 0.1)
     pieces = 1 if kind == "undivided" else int(samples) // 16
-    step = (make_grad_cache_step(encode, contrast, acc, pieces=pieces) if kind == "cached" else
-            make_train_step(contrast_of, acc, pieces=pieces))
+    step = (make_grad_cache_step(encode, contrast, optimizer, 1, pieces=pieces) if kind == "cached" else
+            make_train_step(contrast_of, optimizer, 1, pieces=pieces))
     for _ in range(3):
         float(step(Tensor(np.random.default_rng(0).random((int(samples), 64, 32), np.float32))))
     print(peak())

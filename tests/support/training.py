@@ -1,7 +1,7 @@
-"""Train steps and accumulators of small networks, and the gradient that a step hands to its optimizer."""
+"""Train steps of small networks, and the gradient that a step hands to its optimizer."""
 from mindspore import ParameterTuple, nn
 
-from ms_accum import Accumulator, make_train_step
+from ms_accum import make_train_step
 from ms_accum.selftest.comparing import values
 from ms_accum.selftest.networks import MLP, mean_loss
 from support.cells import Counting
@@ -19,15 +19,14 @@ def step_of(accumulate_step=2, **options):
     return make_train_step(mean_loss(network), sgd(network), accumulate_step, **options)
 
 
-def counting(network, accumulate_step=1, **options):
-    """An accumulator whose optimizer keeps the gradient it was given, and updates nothing."""
-    options.setdefault("reduction", "mean")
-    return Accumulator(Counting(ParameterTuple(network.trainable_params())), accumulate_step, **options)
+def counting(network):
+    """An optimizer that keeps the gradient it was given, and updates nothing."""
+    return Counting(ParameterTuple(network.trainable_params()))
 
 
 def gradient_of(forward_fn, network, batch, **options):
     """The gradient that one call hands to the optimizer, and what the call returns."""
-    acc = counting(network)
-    result = make_train_step(forward_fn, acc, **options)(*batch)
-    assert int(acc.optimizer.calls) == 1
-    return values(acc.optimizer.seen), result
+    optimizer = Counting(ParameterTuple(network.trainable_params()))
+    result = make_train_step(forward_fn, optimizer, 1, **options)(*batch)
+    assert int(optimizer.calls) == 1
+    return values(optimizer.seen), result

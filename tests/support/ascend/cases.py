@@ -135,8 +135,8 @@ def amp_level(level):
 
 
 def driver_of(name, network, optimizer, weight_fn=None, **options):
-    accumulator = Accumulator(optimizer(network.trainable_params()), 2, 1.0, reduction="mean")
-    return Driver(name, accumulator, network, (weight_fn,), **options)
+    return Driver(name, network, optimizer(network.trainable_params()), 2, weight_fn, settings={"clip_norm": 1.0},
+                  **options)
 
 
 def driven(name, dtype=ms.bfloat16, optimizer=decayed, **options):
@@ -322,10 +322,9 @@ def memory_of_language_model(reduction=None):
 def peak_of_addition(network, loss_sum, shape, driver="step", **options):
     """MiB at the peak of the second microbatch, above what is held before it."""
     tokens = Tensor(np.zeros(shape), ms.int32)
-    accumulator = Accumulator(adam(network.trainable_params()), 4, reduction="mean")
     if not driver.startswith("hand"):
         options["loss_reduction"] = "sum"
-    with Driver(driver, accumulator, loss_sum, (count_tokens,), **options) as call:
+    with Driver(driver, loss_sum, adam(network.trainable_params()), 4, count_tokens, **options) as call:
         call(tokens, tokens)
         ms.runtime.synchronize()
         held = ms.runtime.memory_allocated()

@@ -4,7 +4,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, amp, ops
 
-from ms_accum import Accumulator, DataParallel, load_checkpoint, save_checkpoint, shard_parameters
+from ms_accum import DataParallel, load_checkpoint, save_checkpoint, shard_parameters
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.core.optimizers import divided_state, own_name
 from ms_accum.selftest.comparing import values
@@ -30,16 +30,15 @@ def once(*piece):
     return 1.0
 
 
-def weight_fns_of(case):
-    """What counts a piece, in turn."""
+def weight_fn_of(case):
+    """What counts a piece."""
     if case.weight == "returned":
-        return (None,)
+        return None
     if case.reduction == "sum":
-        return (once,)
+        return once
     if case.loss == "masked":
-        return (mask_of,)
-    return {"samples": (None,), "number": (samples_of,), "tensor": (tensor_samples_of,),
-            "mixed": (None, tensor_samples_of)}[case.weight]
+        return mask_of
+    return {"samples": None, "number": samples_of, "tensor": tensor_samples_of}[case.weight]
 
 
 class Accumulating:
@@ -61,15 +60,16 @@ class Accumulating:
             scale = 2.0**exponent
             self.scaler = amp.StaticLossScaler(scale) if kind == "static" else amp.DynamicLossScaler(scale, 2, *window)
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
-        self.accumulator = Accumulator(
-            self.optimizer, case.schedule, case.clip_norm, reduction=case.reduction, on_nonfinite=case.on_nonfinite,
-            buffer_dtype=getattr(ms, case.buffer_dtype or "", None),
-            stages=() if self.noise_scale is None else (self.noise_scale,), loss_scaler=self.scaler, **options)
+        settings = {
+            "clip_norm": case.clip_norm, "on_nonfinite": case.on_nonfinite,
+            "stages": () if self.noise_scale is None else (self.noise_scale,),
+            "buffer_dtype": getattr(ms, case.buffer_dtype or "", None), "loss_scaler": self.scaler, **options}
         self.driver = Driver(
-            case.driver, self.accumulator, self._forward(), weight_fns_of(case), sink=bool(case.seed % 2),
-            divisor=float(case.accumulate_step) if case.reduction == "sum" else 1.0,
-            batch_axis=case.batch_axis, pieces=case.pieces, has_aux=case.aux,
+            case.driver, self._forward(), self.optimizer, case.schedule, weight_fn_of(case), sink=bool(case.seed % 2),
+            divisor=float(case.accumulate_step) if case.reduction == "sum" else 1.0, reduction=case.reduction,
+            settings=settings, batch_axis=case.batch_axis, pieces=case.pieces, has_aux=case.aux,
             loss_reduction=case.loss_reduction, has_weight=case.weight == "returned")
+        self.accumulator = self.driver.accumulator
 
     def _forward(self):
         loss = Transposed(self.loss) if self.case.batch_axis else self.loss
@@ -111,7 +111,7 @@ class Accumulating:
                 read(self.driver(*batch))
 
     def evaluate(self, batches):
-        return self.driver.steps[0].evaluate([self._turned(batch) for batch in batches])
+        return self.driver.step.evaluate([self._turned(batch) for batch in batches])
 
     def _turned(self, arrays):
         """Samples along `batch_axis`, or back."""

@@ -168,9 +168,8 @@ def compose(choose, **fixed):
     small = 1.0 if factor < 1 else unit * (0.5 if level == "half" else 0.1)
     pick("clip_norm", (None, small, 100.0 * unit if factor >= 1 else 1e-6, float("inf")))
     pieces = pick("pieces", (1, 2, 3) if driver.startswith("step") else (1,))
-    mixed = () if driver.startswith("model") else ("mixed",)  # numbers and Tensors in turn
     returned = () if by_hand else ("returned",)  # by forward_fn
-    own = ("tensor",) if loss == "masked" else ("samples", "number", "tensor", *mixed)
+    own = ("tensor",) if loss == "masked" else ("samples", "number", "tensor")
     pick("weight", (*own, *returned))
     on_nonfinite = pick("on_nonfinite", POLICIES)
     pick("scaler", _scalers(exact, backward_clip or on_nonfinite == "skip_microbatch" or factor > 1))

@@ -205,9 +205,6 @@ DEFECTS = {
     "the weight sum is not emptied": (
         {"event": "shapes", "accumulate_step": 3, "weight": ["samples", "number", "tensor"]},
         (Replaced(Window, "empty", emptied_but_for_the_weight),)),
-    "numbers and Tensors as weights do not fit each other": (
-        {"driver": ["hand-pynative", "step-pynative", "hand-jit", "step"], "weight": "mixed", "accumulate_step": 3},
-        ()),
     "loaded buffers keep the unit of another run": (
         {"driver": ["step-pynative", "cell-pynative", "step"], "weight": ["samples", "number"], "event": "save",
          "save_at": 4, "load_into": "used", "accumulate_step": 3, "sizes": (9, 5, 9, 9, 5, 9)},

@@ -156,7 +156,7 @@ class _Follow:
 
     def _between(self, where):
         """What a script does between microbatches: evaluate, which changes nothing, and set the rate."""
-        trained, step = self.position - 1, self.accumulating.driver.steps[0]
+        trained, step = self.position - 1, self.accumulating.driver.step
         if trained == self.case.evaluate_at and (expected := self.plain.evaluated()) is not None:
             before = self.accumulating.bits(), self.accumulating.open_window(), repr(step.status()), step.updated
             bound = self.comparison.tolerance * max(abs(expected), self.case.factor)

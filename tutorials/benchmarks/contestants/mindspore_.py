@@ -153,10 +153,9 @@ def ms_accum_weights(start: Start, is_sum: bool) -> Way:
     def summed(x: Tensor, y: Tensor) -> Tensor:
         return forward_fn(x, y) * count(x, y)
 
-    acc = Accumulator(start.optimizer, start.pieces, reduction="mean")
-    step = make_train_step(summed if is_sum else forward_fn, acc, weight_fn=count,
+    step = make_train_step(summed if is_sum else forward_fn, start.optimizer, start.pieces, weight_fn=count,
                            loss_reduction="sum" if is_sum else "mean")
-    return Way(step, tuple(acc.parameters))
+    return Way(step, tuple(step.accumulator.parameters))
 
 
 def ms_accum_budget(start: Start) -> Way:
@@ -178,14 +177,15 @@ def ms_accum_pieces(start: Start) -> Way:
 
 
 def _ours(start: Start, accumulate_step: int, pieces: int, whole_window: bool = False, **options: object) -> Way:
-    acc = Accumulator(start.optimizer, accumulate_step, reduction="mean", **options)
+    step = make_train_step(start.forward_fn, start.optimizer, accumulate_step, pieces=pieces, **options)
+    acc = step.accumulator
 
     @ms.jit
     def close() -> Tensor:
         acc.apply()
         return acc.update_step + 0
 
-    return Way(make_train_step(start.forward_fn, acc, pieces=pieces), tuple(acc.parameters), whole_window, close=close)
+    return Way(step, tuple(acc.parameters), whole_window, close=close)
 
 
 def by_hand(start: Start) -> Way:

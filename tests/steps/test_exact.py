@@ -1,0 +1,230 @@
+"""Drawn runs of a train step against an oracle in NumPy: windows, weights, pieces, sums, clipping, skipping."""
+import random
+from types import SimpleNamespace
+
+import mindspore as ms
+import numpy as np
+import pytest
+from mindspore import Tensor, amp, nn, ops
+from support import reference
+from support.modes import running
+
+from ms_accum import make_train_step, until_weight
+from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.networks import MLP
+
+pytestmark = pytest.mark.core
+RATE = 0.5
+
+
+def drawn(seed):
+    """What is trained: microbatches of (x, y, mask), some of them empty, without a token, or NaN."""
+    choose, rng = random.Random(seed), np.random.default_rng(seed)
+    kind = choose.choice(["samples", "tokens", "returned", "sum", "returned sum"])
+    policy = choose.choice(["apply", "apply", "skip_window", "skip_microbatch", "scaled"])
+    sizes = [choose.choice([6, 6, 4, 1, 5, 0]) for _ in range(9)]
+    data = [(rng.normal(size=(n, 6)), rng.integers(0, 3, n), rng.random(n) < choose.choice([0, 0.6, 1])) for n in sizes]
+    if policy.startswith("skip"):
+        data[choose.randrange(9)][0][:] = np.nan
+    return SimpleNamespace(
+        kind=kind, policy=policy, data=data, pieces=choose.choice([1, 1, 2, 3, 7]), axis=choose.choice([0, 0, 1]),
+        length=choose.choice([1, 2, 4, {0: 1, 2: 3}, until_weight(9.0, at_most=4)]),
+        clip_norm=choose.choice([None, 0.05, float("inf")]), by_name=choose.random() < 0.5)
+
+
+def pieces_of(case, x, y, mask):
+    """The pieces of a microbatch: their weight, mean loss and gradient."""
+    rows = max(-(-len(x) // case.pieces), 1)
+    for start in range(0, len(x), rows):
+        part = slice(start, start + rows)
+        kept = np.ones(len(y[part]), bool) if case.kind == "samples" else mask[part]
+        yield int(kept.sum()), x[part][kept], y[part][kept]
+
+
+def oracle(case, weigh=True, flushes=True):
+    """The parameters, the losses, and what is counted. `weigh`: False takes a mean of means."""
+    parameters = [np.array(p, np.float64) for p in values(MLP().trainable_params())]
+    n = SimpleNamespace(update_step=0, closed_windows=0, skipped=0, skipped_in_row=0, empty_windows=0, seen=0,
+                        loss=0.0, weight=0, grad_norm=np.nan)
+    losses, window, held = [], [], 0
+
+    def close():
+        nonlocal parameters, held
+        taken = [one for one in window if one[0] and not one[3]]
+        n.weight = sum(weight for weight, *_ in taken)
+        divisor = n.weight if weigh else len(taken)
+        gradient = [sum((weight if weigh else 1) * g[i] for weight, _, g, _ in taken) / divisor if taken else 0 * p
+                    for i, p in enumerate(parameters)]
+        n.loss = sum(weight * loss for weight, loss, *_ in taken) / n.weight if taken else 0.0
+        dropped = case.policy != "apply" and (n.weight == 0 or not all(np.isfinite(g).all() for g in gradient))
+        norm = np.sqrt(sum((g**2).sum() for g in gradient))
+        n.grad_norm = np.nan if case.clip_norm is None else norm
+        if not dropped:
+            factor = 1 if case.clip_norm is None else min(1, case.clip_norm / (norm + 1e-6))
+            parameters = [p - RATE * factor * g for p, g in zip(parameters, gradient)]
+            n.seen += n.weight
+        n.skipped += max(sum(skipped for *_, skipped in window), int(dropped))
+        n.update_step, n.closed_windows = n.update_step + (not dropped), n.closed_windows + 1
+        n.skipped_in_row, n.empty_windows = (n.skipped_in_row + 1) * dropped, n.empty_windows + (n.weight == 0)
+        window.clear()
+        held = 0
+
+    for batch in case.data:
+        found = []
+        for weight, x, y in pieces_of(case, *batch):
+            loss, gradient = reference.loss_and_gradients(parameters, x, y) if weight else (0.0, None)
+            found.append((weight, loss, gradient, weight > 0 and case.policy == "skip_microbatch" and np.isnan(loss)))
+        total = sum(weight for weight, *_ in found)
+        losses.append(sum(weight * loss for weight, loss, *_ in found if weight) / (total or 1))
+        window += found
+        held += 1
+        length = reference.window_length(getattr(case.length, "at_most", case.length), n.update_step)
+        counted = sum(weight for weight, *_, skipped in window if not skipped)
+        if held >= length or counted >= getattr(case.length, "budget", np.inf):
+            close()
+    if held and flushes:
+        close()
+    return parameters, np.array(losses), n
+
+
+def functions_of(case, network):
+    def losses_of(x, y):
+        return ops.cross_entropy(network(x if case.axis == 0 else x.T), y, reduction="none")
+
+    def samples(x, y, mask):
+        return losses_of(x, y).mean()
+
+    def tokens(x, y, mask):
+        return (losses_of(x, y) * mask).sum() / mask.sum()
+
+    def returned(x, y, mask):
+        return (losses_of(x, y) * mask).sum() / mask.sum(), mask.sum()
+
+    def summed(x, y, mask):
+        return (losses_of(x, y) * mask).sum()
+
+    def returned_sum(x, y, mask):
+        return (losses_of(x, y) * mask).sum(), mask.sum()
+
+    def weight_fn(mask):
+        return mask.sum()
+
+    def weight_of_all(x, y, mask):
+        return mask.sum()
+
+    weigh = weight_fn if case.by_name else weight_of_all
+    return {"samples": (samples, {}), "tokens": (tokens, {"weight_fn": weigh}),
+            "returned": (returned, {"has_weight": True}),
+            "sum": (summed, {"weight_fn": weigh, "loss_reduction": "sum"}),
+            "returned sum": (returned_sum, {"has_weight": True, "loss_reduction": "sum"})}[case.kind]
+
+
+def ours(case, mode):
+    network = MLP()
+    forward_fn, options = functions_of(case, network)
+    scaler = {"loss_scaler": amp.StaticLossScaler(2.0**7)} if case.policy == "scaled" else {}
+    policy = {} if case.policy == "scaled" else {"on_nonfinite": case.policy}
+    with running("pynative" if mode == "eager" else mode):
+        step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), RATE), case.length, pieces=case.pieces,
+                               batch_axis=case.axis, clip_norm=case.clip_norm, max_skips=None, eager=mode == "eager",
+                               **policy, **scaler, **options)
+        data = [(np.float32(x if case.axis == 0 else x.T), np.int32(y), np.float32(mask)) for x, y, mask in case.data]
+        given = [dict(zip(("x", "y", "mask"), batch)) for batch in data] if case.by_name else data
+        losses = [float(loss) for loss in step.epoch(given)]
+    return values(network.trainable_params()), np.array(losses), step.status()
+
+
+def off(case, mode, **changes):
+    """How far a training is from the oracle's: its parameters, its losses, and what is counted otherwise."""
+    parameters, losses, status = ours(case, mode)
+    expected, expected_losses, n = oracle(case, **changes)
+    counted = {name: (getattr(status, name), value) for name, value in vars(n).items()
+               if np.isfinite(value) and getattr(status, name) != pytest.approx(value, rel=1e-5, abs=1e-6)}
+    np.testing.assert_array_equal(np.isnan(losses), np.isnan(expected_losses))
+    return difference(parameters, expected), np.nanmax(np.abs(losses - expected_losses)), counted
+
+
+@pytest.mark.parametrize("mode", ["pynative", "eager"])
+@pytest.mark.parametrize("seed", [*range(14), *(pytest.param(i, marks=pytest.mark.slow) for i in range(14, 60))])
+def test_any_run_op_by_op_is_that_of_the_oracle(seed, mode):
+    case = drawn(seed)
+    print({**vars(case), "data": [len(x) for x, _, _ in case.data]})
+    moved, losses, counted = off(case, mode)
+    assert counted == {}
+    assert (moved < 5e-6, losses < 5e-6) == (True, True), (moved, losses)
+
+
+@pytest.mark.parametrize("seed", [60, *(pytest.param(i, marks=pytest.mark.slow) for i in range(61, 80))])
+def test_any_run_in_graphs_is_that_of_the_oracle(seed):
+    case = drawn(seed)
+    case.data = [(x[:5], y[:5], mask[:5]) for x, y, mask in case.data if len(x) in (0, 5, 6)]  # one layout
+    print({**vars(case), "data": [len(x) for x, _, _ in case.data]})
+    moved, losses, counted = off(case, "jit")
+    assert counted == {}
+    assert (moved < 5e-6, losses < 5e-6) == (True, True), (moved, losses)
+
+
+def test_the_oracle_finds_a_mean_of_means_and_a_lost_window():
+    """Negative controls."""
+    case = drawn(1)
+    case.policy, case.kind, case.length, case.clip_norm, case.axis, case.pieces = "apply", "tokens", 4, None, 0, 1
+    rng = np.random.default_rng(0)
+    case.data = [(rng.normal(size=(n, 6)), rng.integers(0, 3, n), rng.random(n) < 0.6) for n in (6, 4, 6, 5, 6, 6)]
+    assert off(case, "pynative")[0] < 5e-6
+    assert off(case, "pynative", weigh=False)[0] > 1e-3
+    moved, _, counted = off(case, "pynative", flushes=False)
+    assert moved > 1e-3
+    assert {"update_step", "closed_windows", "seen"} <= {*counted}
+
+
+@pytest.mark.parametrize("mode", ["pynative", "eager", "jit"])
+def test_what_weighs_nothing_has_the_loss_0_and_a_bad_weight_is_nan(mode):
+    """Control: what MindSpore gives for a mean over nothing."""
+    network = MLP()
+    x, y = Tensor(np.ones((4, 6)), ms.float32), Tensor(np.full(4, -100), ms.int32)
+
+    def forward_fn(x, y, weight):
+        return ops.cross_entropy(network(x), y, ignore_index=-100)
+
+    def weight_fn(x, y, weight):
+        return weight
+
+    assert np.isnan(float(forward_fn(x, y, None)))
+    with running("pynative" if mode == "eager" else mode):
+        step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), RATE), 9, weight_fn=weight_fn,
+                               eager=mode == "eager")
+        assert float(step(x, y, Tensor(0.0))) == 0
+        assert [b.asnumpy().any() for b in step.boundary.window.buffers] == [False] * 4
+        assert all(np.isnan(float(step(x, y * 0, Tensor(bad)))) for bad in (-1.0, np.nan, np.inf))
+    step.reset()
+
+
+@pytest.mark.parametrize("mode", ["jit", "pynative"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_returned_weight_is_not_differentiated(reduction, mode):
+    """Control: that of a quotient is."""
+    network, x = nn.Dense(6, 1, "ones", "ones"), Tensor(np.random.default_rng(0).normal(size=(6, 6)), ms.float32)
+
+    def weigh():
+        return ops.exp(network.bias).sum() * 2
+
+    def returning(x):
+        loss = ops.square(network(x)).sum()
+        return loss / (1 if reduction == "sum" else 6), weigh()
+
+    def quotient(x):
+        return ops.square(network(x)).sum() / weigh()
+
+    def plain(x):
+        return ops.square(network(x)).sum()
+
+    weights = ms.ParameterTuple(network.trainable_params())
+    constant = float(weigh()) if reduction == "sum" else 6
+    expected = [g.asnumpy() / constant for g in ms.grad(plain, None, weights)(x)]
+    control = [g.asnumpy() for g in ms.grad(quotient, None, weights)(x)]
+    before = [p.asnumpy().copy() for p in weights]
+    with running(mode):
+        make_train_step(returning, nn.SGD(weights, 1.0), 1, has_weight=True, loss_reduction=reduction)(x)
+    moved = [old - p.asnumpy() for old, p in zip(before, weights)]
+    assert difference(moved, expected) < 1e-5
+    assert difference(moved, control) > 1e-3
