@@ -169,7 +169,7 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, step: Any, 
     """
     boundary = _boundary_of(network, step)
     exchange, window = boundary.window.exchange, boundary.window
-    one_of("rates", rates, ("file", "script"), "say whose learning rates to take")
+    one_of("rates", rates, ("file", "script"))
     file = checked_path(path, "load_checkpoint")
     exchange.require_alike(LOAD, {"path": str(path), "rates": rates})
     with ExitStack() as opened:

@@ -66,7 +66,7 @@ def test_moments_that_are_copied_by_their_parameters_go_on(copied):
         one(*batch)
     for batch in given:
         first(*batch)
-    old, new = first.accumulator.optimizer, second.accumulator.optimizer
+    old, new = first.optimizer, second.optimizer
     assert not {p.name for p in old.moment1} & {p.name for p in new.moment1}
     if copied:
         of_the_page("continue_from")(old, new)
