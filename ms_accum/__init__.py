@@ -1,8 +1,8 @@
 """Exact gradient accumulation for MindSpore, with one buffer for each parameter.
 
 `core.window` adds gradients and updates on the device; `core.boundary` decides on the host when a window closes;
-`steps` bring batches to them; `distributed` is how ranks meet. All other packages are optional, and do not import
-each other.
+`steps` bring batches to them; `distributed` holds what ranks exchange. All other packages are optional, and do not
+import each other.
 """
 from .check.equivalence import check_equivalence as check_equivalence
 from .check.groupnorm import batchnorm_to_groupnorm as batchnorm_to_groupnorm

@@ -56,10 +56,7 @@ _STARTED = any(int(environ.get(name) or 1) > 1 for name in ("MS_WORKER_NUM", "RA
 # What each is for, unless its name says so; what happens without it.
 jit_class = found("mindspore", "jit_class", _marked)  # marks classes that graphs may use
 isconstant = found("mindspore.ops", "isconstant", _isconstant)  # tells what runs op by op from what is compiled
-# For an error inside a compiled function; without it, MindSpore says that `require_python` is invalid.
-PrimitiveWithInfer = found("mindspore.ops", "PrimitiveWithInfer", ops.Primitive)
 InplaceZero = found("mindspore.ops.auto_generate", "InplaceZero", None)  # without it, the portable kernel clears
-no_init_parameters = found("mindspore.nn.utils", "no_init_parameters", nullcontext)  # buffers get memory at once
 Symbol = found("mindspore", "Symbol", None)  # multiples of a number in declared shapes; without it, any length
 KERNEL_SEEDS = found("mindspore.common.seed", "_KERNEL_SEED", {})  # a check does not put back random operators' counts
 get_auto_parallel_context = found("mindspore", "get_auto_parallel_context", lambda _: "")  # no error says it shards
@@ -91,15 +88,10 @@ def add_hook(parameter: Any, function: Callable) -> Any:
     return handle
 
 
-def is_read_to_be_counted(dataset: Any) -> bool:
-    """Return whether MindSpore would read a whole dataset to say its length."""
-    return (is_a(dataset, "FilterDataset", "BucketBatchByLengthDataset") or getattr(dataset, "source_len", 0) == -1
-            or any(map(is_read_to_be_counted, getattr(dataset, "children", ()))))
-
-
-def is_skipping(dataset: Any) -> bool:
-    """Return whether a dataset skips its first items."""
-    return is_a(dataset, "SkipDataset") or any(map(is_skipping, getattr(dataset, "children", ())))
+def is_skipping(dataset: Any, count: int) -> bool:
+    """Return whether a dataset skips so many items."""
+    return ((is_a(dataset, "SkipDataset") and dataset.count == count)
+            or any(is_skipping(child, count) for child in getattr(dataset, "children", ())))
 
 
 def dynamic_inputs(function: Any) -> dict[Any, Any]:

@@ -1,14 +1,10 @@
-"""The shape of the package: rooms import downwards only, no private names, and the way of a gradient is short."""
+"""The shape of the package: rooms import downwards only, no private names, and all of it stays small."""
 import ast
-import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
-from mindspore import nn
 from support.processes import run_python
-
-from ms_accum import Accumulator
-from ms_accum.selftest.networks import MLP
 
 pytestmark = pytest.mark.core
 
@@ -97,32 +93,62 @@ def files_of(function):
 for _ in range(2):
     train_step(batch)
 for files in (files_of(lambda: train_step(batch)), files_of(lambda: train_step(batch)), files_of(lambda: None)):
-    stays = [file for i, file in enumerate(files) if i == 0 or files[i - 1] != file]
-    print(len(files), len(stays), len(set(files)))
+    print(len(files), len(set(files)))
 """
 
 
-def test_the_way_of_a_gradient_is_short(monkeypatch):
-    """A microbatch that is added, and one that also closes its window, op by op, after a first epoch: calls of
-    functions of the package; stays, which are runs of calls in one file; files. Control: a function outside.
+def test_the_way_of_a_microbatch_is_short():
+    """One that is added, and one that also closes its window, in graphs: calls of functions of the package; files.
+
+    Control: a function outside.
     """
-    monkeypatch.setenv("MS_JIT", "0")
-    lines = run_python(TRACE).splitlines()
-    (calls, stays, files), (more_calls, more_stays, more_files), nothing = (
-        tuple(map(int, line.split())) for line in lines)
-    assert calls > stays > 10
-    assert (stays <= 20, files <= 8) == (True, True), (stays, files)
-    assert more_calls > more_stays > stays
-    assert (more_stays <= 35, more_files <= 9) == (True, True), (more_stays, more_files)
-    assert nothing == (0, 0, 0)
+    (calls, files), (more_calls, more_files), nothing = (
+        tuple(map(int, line.split())) for line in run_python(TRACE).splitlines())
+    assert 5 < calls <= 16
+    assert calls < more_calls <= 24
+    assert (files <= 6, more_files <= 6, nothing) == (True, True, (0, 0))
 
 
-def test_an_accumulator_has_few_names_and_few_lines_reach_through_it():
-    """Control: the pattern finds two attributes, and not one."""
-    accumulator = Accumulator(nn.SGD(MLP().trainable_params()), 2, reduction="mean")
-    assert len([name for name in dir(accumulator) if name[0] != "_"]) <= 28
-    reaching = re.compile(r"\baccumulator\.[a-z_]+\.[a-z_]+")
-    assert [bool(reaching.search(line)) for line in ("accumulator.window.unit", "accumulator.window")] == [True, False]
-    lines = [line for path in PACKAGE.rglob("*.py") if path.name != "accumulator.py"
-             for line in path.read_text(encoding="utf-8").splitlines()]
-    assert sum(bool(reaching.search(line)) for line in lines if not re.match(r"\s*(#|>>>)", line)) <= 8
+# --- how much there is ------------------------------------------------------------------------------------------------
+
+# Lines of Python in each room, today. They go down with each change that takes something away, and are raised only by
+# a commit whose subject says why.
+BUDGET = {
+    "__init__": 29, "__main__": 17, "arguments": 153, "batch_size": 956, "check": 868, "checkpoint": 619, "cli": 447,
+    "core": 1874, "distributed": 1039, "mindspore_api": 131, "model": 587, "runtime": 30, "selftest": 1383,
+    "steps": 1729, "tensors": 296,
+}
+
+
+def lines_of(path):
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_no_room_grows():
+    lines = Counter()
+    for path in PACKAGE.rglob("*.py"):
+        lines[path.relative_to(PACKAGE).parts[0].removesuffix(".py")] += lines_of(path)
+    assert set(lines) == set(BUDGET)
+    assert {room: number for room, number in lines.items() if number > BUDGET[room]} == {}
+
+
+def sizes(source):
+    """The attributes that each class of a module assigns or declares, and its methods: two numbers, by its name."""
+    found = {}
+    for kind in (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)):
+        attributes = {node.attr for node in ast.walk(kind) if isinstance(node, ast.Attribute)
+                      and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"}
+        attributes |= {node.target.id for node in kind.body if isinstance(node, ast.AnnAssign)}
+        found[kind.name] = len(attributes), sum(isinstance(node, ast.FunctionDef) for node in kind.body)
+    return found
+
+
+def test_no_class_is_large():
+    """Control: a class of two attributes and a method."""
+    assert sizes("class It:\n    a: int\n    def b(self):\n        self.c = 1") == {"It": (2, 1)}
+    of_all = {name: size for path in PACKAGE.rglob("*.py")
+              for name, size in sizes(path.read_text(encoding="utf-8")).items()}
+    attributes, methods = of_all.pop("Boundary")
+    assert (attributes <= 18, methods <= 30, lines_of(PACKAGE / "core/boundary.py") <= 450) == (True, True, True)
+    assert of_all.pop("Window")[0] <= 25  # to be 20: it has a tuple of stages for each of six stations
+    assert {name: size for name, size in of_all.items() if size[0] > 20 or size[1] > 28} == {}

@@ -67,7 +67,7 @@ class GradientNoiseScale(Stage):
         self.decay = number("decay", decay, lambda decay: 0 < decay <= 1, "a number with 0 < decay <= 1",
                             "1 takes plain means")
         self._totals = state_parameter("noise_scale.totals", (3,), ms.float32)  # of S, of G^2, of what windows count
-        self._sizes = state_parameter("noise_scale.sizes", (2,), ms.float32)  # weight, and microbatches
+        self._sizes = state_parameter("noise_scale.sizes", (2,), ms.float32)  # weight, and windows
         self._counts = state_parameter("noise_scale.counts", (2,), ms.int32)  # windows measured; since then, others
         self.state = (self._totals, self._sizes, self._counts)
 
@@ -82,8 +82,8 @@ class GradientNoiseScale(Stage):
         return _ratio(self._totals.asnumpy()[1:])
 
     @property
-    def microbatch_weight(self) -> float:
-        """Return the mean weight of one microbatch; NaN before the first window."""
+    def window_weight(self) -> float:
+        """Return the mean weight of a window, summed over the ranks; NaN before the first window."""
         return _ratio(self._sizes.asnumpy())
 
     @property
@@ -130,7 +130,7 @@ class GradientNoiseScale(Stage):
         # A NaN would stay in the means for ever.
         informative = ops.logical_and(others > 0, ops.isfinite(estimates.sum()))
         ops.assign(self._totals, ops.where(informative, self._totals * self.decay + estimates, self._totals))
-        ops.assign(self._sizes, self._sizes * self.decay + as_vector((weight, count)))
+        ops.assign(self._sizes, self._sizes * self.decay + as_vector((weight, 1.0)))
         one = (others > 0).astype(ms.int32)
         counts = self._counts + 0
         ops.assign(self._counts, ops.stack((counts[0] + one, (counts[1] + 1) * (1 - one))))

@@ -78,7 +78,7 @@ def peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) -
     """
     (step, built), dry = made_step(make_step, device_target, microbatch), is_dry_run(device_target)
     if dry:
-        instance_of("what make_step returns after the step", getattr(built, "boundary", None), Boundary,
+        instance_of("what make_step returns after the step", getattr(built, "boundary", built), Boundary,
                     "the train step, cell or Accumulator that it built", "for a dry run, return step, train_step")
     step()
     if dry and not built.boundary.is_closed:

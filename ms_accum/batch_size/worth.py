@@ -65,7 +65,8 @@ def noise_of(make_step: bytes, device_target: str, microbatch: int, accumulate_s
         raise ValueError(f"{closed} windows were measured in {windows} * {accumulate_step} microbatches, expected "
                          f"{windows}; let make_step give accumulate_step and stages to make_train_step or "
                          "Accumulator")
-    return noise_scale.scale() * microbatch / noise_scale.microbatch_weight  # the unit of weights need not be samples
+    # The unit of weights need not be samples.
+    return noise_scale.scale() * accumulate_step * microbatch / noise_scale.window_weight
 
 
 def lengths_of(plan: Plan) -> list[int]:

@@ -203,8 +203,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, step: Any, 
         places = about["places"]
         is_split, is_inside = len(places) != exchange.ranks, any(trained > 0 for _, trained, _ in places)
         epochs, trained, unit = places[0 if is_split else exchange.rank]
-        boundary.load(value_of("accumulator:counts"), value_of("accumulator:sums"), assign,
-                      (epochs, trained, is_inside, is_split and is_inside))
+        boundary.load(value_of("accumulator:counts"), value_of("accumulator:sums"), assign, (epochs, trained),
+                      is_inside, is_split)
     differ = [f"{name} {now:g}, then {about['given'][name]:g}, in the file {float(boundary.rates.parameters[name]):g}"
               for name, now in boundary.rates.given.items() if now != about["given"][name]]
     if differ and rates == "file" and exchange.rank == 0:

@@ -344,18 +344,18 @@ class Boundary:
         counts[MARK] = counts[HELD] = sums[:LAST] = sums[MEASURED:] = 0
         return counts, sums, held
 
-    def load(self, counts: np.ndarray, sums: np.ndarray, assign: Callable[[], None], place: tuple[int, int, bool, bool]
-             ) -> None:
-        """Load numbers of `of_last_update`, and what `assign` assigns.
+    def load(self, counts: np.ndarray, sums: np.ndarray, assign: Callable[[], None], place: tuple[int, int],
+             is_inside: bool = False, is_split: bool = False) -> None:
+        """Load numbers of `of_last_update`, and what `assign` assigns. `place`: epochs, and microbatches trained.
 
-        `place`: epochs, microbatches trained, and whether a rank stopped inside its epoch, and ranks were others.
+        `is_inside`: whether a rank stopped inside its epoch. `is_split`: whether the number of ranks was another one.
         """
         self.turn, self.missing, self.is_closed = self.turn + 1, None, False
         marked = counts.copy()
         marked[MARK] = CLOSING
         ops.assign(self.window.counts, Tensor(marked))  # an interrupt leaves the mark
         assign()
-        self.place = Place(place[0], int(counts[ADDED]) - place[1], *place[2:])
+        self.place = Place(place[0], int(counts[ADDED]) - place[1], is_inside or place[1] > 0, is_split)
         self.window.empty(counts, sums, CLOSING)
 
     def compared(self) -> dict[str, list[Parameter]]:

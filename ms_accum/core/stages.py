@@ -177,10 +177,11 @@ def checked_stages(on_nonfinite: object, scaler: object, stages: object) -> tupl
 
 
 def checked_max_skips(max_skips: object, drops: bool) -> Optional[int]:
-    """Return the most windows that may be dropped in a row, or None."""
-    if max_skips is None or not drops:
+    """Return the most windows that may be dropped in a row, or None, also where none may be dropped."""
+    if max_skips is None:
         return None
-    return whole_number("max_skips", max_skips, "it is the most dropped windows in a row", minimum=0)
+    most = whole_number("max_skips", max_skips, "it is the most dropped windows in a row", minimum=0)
+    return most if drops else None
 
 
 def checked_loss_scaler(scaler: object) -> amp.LossScaler:

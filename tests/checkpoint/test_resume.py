@@ -7,11 +7,21 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, amp, nn, ops
+from mindspore.dataset import GeneratorDataset
 from mindspore.experimental import optim
+from mindspore.train import Callback, Model
 from safetensors import safe_open
 from support.modes import recorded_warnings
 
-from ms_accum import CheckpointError, Stage, load_checkpoint, make_train_step, save_checkpoint
+from ms_accum import (
+    CheckpointError,
+    FlushCallback,
+    Stage,
+    TrainOneStepCell,
+    load_checkpoint,
+    make_train_step,
+    save_checkpoint,
+)
 from ms_accum.core.window import CLOSING, change
 from ms_accum.selftest.networks import MLP
 
@@ -237,6 +247,41 @@ def test_an_error_in_a_function_that_saves_is_the_users(run):
     assert (step.trained, step.update_step) == (8, 2)
     train(step)
     assert state(network, step) == end
+
+
+def test_a_cell_says_how_model_goes_on():
+    """Saved after each microbatch, in an open window too. Control: without the skip."""
+    class Save(Callback):
+        def on_train_step_end(self, run_context):
+            path = f"{cell.status().epochs}.{cell.status().trained}.safetensors"
+            files.append((path, cell.status().mini_step, saved(path, network, cell)))
+
+    def make():
+        network = MLP()
+        return network, TrainOneStepCell(nn.WithLossCell(network, nn.MSELoss()), nn.Adam(network.trainable_params(),
+                                                                                         0.01), 4)
+
+    def fit(cell, epochs, data, *callbacks):
+        Model(cell).train(epochs, data, callbacks=[FlushCallback(), *callbacks], dataset_sink_mode=False)
+
+    files, (network, cell) = [], make()
+    data = GeneratorDataset([batch[:2] for batch in BATCHES], ["x", "y"], shuffle=False)
+    fit(cell, 2, data, Save())
+    end, other = state(network, cell), make()
+    assert [held > 0 for _, held, _ in files[:5]] == [True, True, True, False, True]
+    assert files[1][2] == ("0.2.safetensors holds the state of the last update: 2 microbatches of the open window are "
+                           "trained again: call model.train(1, dataset.skip(cell.status().trained), ...) after the "
+                           "load, not a count of your own; save in `PerUpdate` to lose nothing")
+    for path, _, _ in (files[1], files[5], files[12]):
+        load_checkpoint(path, *other)
+        status = other[1].status()
+        fit(other[1], 1, data.skip(status.trained))
+        if status.epochs == 0:
+            fit(other[1], 1, data)
+        assert state(*other) == end
+    load_checkpoint(files[5][0], *other)
+    fit(other[1], 1, data)
+    assert state(*other) != end
 
 
 def test_files_of_other_ranks(run):

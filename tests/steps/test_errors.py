@@ -1,4 +1,7 @@
-"""What a step says first when its arguments or columns do not fit: what was wrong, got, expected, and the remedy."""
+"""What a step says first when its functions or their results do not fit: what was wrong, got, expected, the remedy."""
+from collections import UserDict
+from dataclasses import dataclass
+
 import mindspore as ms
 import numpy as np
 import pytest
@@ -6,6 +9,8 @@ from mindspore import Tensor, nn, ops
 from support.modes import running
 
 from ms_accum import TrainOneStepCell, make_train_step
+from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
 NETWORK = nn.Dense(8, 3)
 LOSS = nn.CrossEntropyLoss()
@@ -16,95 +21,98 @@ def forward_fn(data, label):
     return LOSS(NETWORK(data), label)
 
 
-def without_return(data, label):
-    LOSS(NETWORK(data), label)
-
-
 def sgd():
     return nn.SGD(NETWORK.trainable_params(), 0.1)
 
 
-def compiled(data, label):
-    make_train_step(forward_fn, sgd(), 2)(data, label)
+@dataclass
+class Output:
+    loss: Tensor
 
 
-def by_name(data, label):
-    make_train_step(forward_fn, sgd(), 2)(label=label, data=data)
+def returns(make):
+    def returning(data, label):
+        return make(LOSS(NETWORK(data), label))
+    return returning
 
 
-def in_pieces(data, label):
-    make_train_step(forward_fn, sgd(), 2, pieces=2)(data, label)
-
-
-def op_by_op(data, label):
-    make_train_step(forward_fn, sgd(), 2, eager=True)(data, label)
-
-
-def in_a_cell(data, label):
-    TrainOneStepCell(nn.WithLossCell(NETWORK, LOSS), sgd(), 2)(Tensor(data), Tensor(label))
-
-
-def in_a_compiled_cell(data, label):
-    with running("jit"):
-        in_a_cell(data, label)
-
-
-DRIVERS = [op_by_op, pytest.param(compiled, marks=pytest.mark.slow), pytest.param(by_name, marks=pytest.mark.slow),
-           in_pieces, in_a_cell, in_a_compiled_cell]
-COLUMNS = {
-    "float64": (DATA.astype(np.float64), LABEL,
-                "MatMul does not take the batch: column 0 (data) is float64 (4, 8), column 1 (label) is int32 (4,), "
-                "the parameters are float32; give column 0 (data) as float32"),
-    "uint8": (DATA.astype(np.uint8), LABEL,
-              "MatMul does not take the batch: column 0 (data) is uint8 (4, 8), column 1 (label) is int32 (4,), the "
-              "parameters are float32; give column 0 (data) as int32 (labels, tokens) or float32 (data)"),
-    "int64": (DATA, LABEL.astype(np.int64),
-              "CrossEntropyLoss does not take the batch: column 0 (data) is float32 (4, 8), column 1 (label) is int64 "
-              "(4,), the parameters are float32; give column 1 (label) as int32 (labels, tokens) or float32 (data)"),
-    "swapped": (LABEL, DATA,
-                "MatMul does not take the batch: column 0 (data) is int32 (4,), column 1 (label) is float32 (4, 8), "
-                "the parameters are float32; are the columns in the order of (data, label)?"),
-}
-
-
-class Mixed(nn.Cell):
-    """A layer in 16 bits beside Parameters of 32, as a LoRA by hand in a network with `to_float`."""
-
-    def __init__(self):
-        super().__init__()
-        self.base, self.low = nn.Dense(8, 3), ms.Parameter(ms.Tensor(np.ones((8, 3)), ms.float32))
-        self.to_float(ms.float16)
-
-    def construct(self, x):
-        return self.base(x) + ops.matmul(x, self.low)
-
-
-def test_where_the_batch_seems_right_the_network_is_named():
-    """A graph does not mix dtypes. Controls: op by op, it does; swapped columns are named alone, above."""
-    network = Mixed()
-
-    def forward_fn(data, label):
-        return ops.cross_entropy(network(data).astype(ms.float32), label)
-
-    with pytest.raises(TypeError, match=r"^MatMul\w* does not take the batch: .* in the order of \(data, label\)\? "
-                       r"If so, look into the network: .* several dtypes \(to_float\), which no graph mixes\n"):
-        make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.1), 2)(DATA, LABEL)
-    assert make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.1), 1, eager=True)(DATA, LABEL) > 0
+NAMED = {"none": lambda loss: None, "number": lambda loss: float(loss.asnumpy()), "two": lambda loss: (loss, loss),
+         "three": lambda loss: (loss, loss, loss), "dict": lambda loss: {"loss": loss}, "output": Output,
+         "mapping": lambda loss: UserDict(loss=loss), "axes": lambda loss: ops.stack((loss, loss)),
+         "whole": lambda loss: loss.astype(ms.int32), "plain": lambda loss: loss, "weights": lambda loss: (
+             loss, Tensor([1.0, 2.0])), "no aux": lambda loss: (loss, ()), "text": lambda loss: (loss, "aux"),
+         "rows": lambda loss: (loss, ops.ones(3))}
+WRONG = [
+    ("none", TypeError, r"^forward_fn returned None, expected the loss alone; is its `return` missing\?", {}),
+    ("number", TypeError, r"returned a value of type float, .*return the loss itself, without float\(\)", {}),
+    ("two", TypeError, r"returned 2 values, expected the loss alone; give has_aux=True .* has_weight=True if", {}),
+    ("dict", TypeError, r"returned a value of type dict.*return its entry for the loss", {}),
+    ("output", TypeError, r"of type Output.*take the loss from a tuple.*return_dict=False", {}),
+    ("mapping", TypeError, r"of type UserDict.*take the loss from a tuple", {}),
+    ("axes", ValueError, r"returned a loss of shape \(2,\), expected shape \(\); return the mean over the samples", {}),
+    ("whole", TypeError, r"returned a loss of Int32, expected a float dtype; do not cast", {}),
+    ("plain", TypeError, r"returned a value of type Tensor, expected \(loss, aux\) because of has_aux=True",
+     {"has_aux": True}),
+    ("three", TypeError, r"returned 3 values, expected \(loss, weight\) because of has_weight=True$",
+     {"has_weight": True}),
+    ("two", TypeError, r"returned 2 values, expected \(loss, weight, aux\) because of has_weight=True and has_aux",
+     {"has_weight": True, "has_aux": True}),
+    ("weights", ValueError, r"weight is a Tensor of shape \(2,\), expected shape \(\)", {"has_weight": True}),
+    *[(name, TypeError, "forward_fn returned aux that is neither a Tensor nor a tuple", {"has_aux": True, "pieces": 2})
+      for name in ("no aux", "text")],
+    ("rows", ValueError, r"returned aux of shape \(3,\) for a piece of 2 samples; return Tensors of shape \(\) or with",
+     {"has_aux": True, "pieces": 2}),
+]
 
 
 @pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize("name", COLUMNS)
-@pytest.mark.parametrize("driver", DRIVERS)
-def test_columns_of_a_wrong_dtype_or_order_are_named_first(driver, name):
-    """Then comes what MindSpore says, with its type. Control: the right columns."""
-    data, label, said = COLUMNS[name]
-    with pytest.raises((TypeError, ValueError), match=r"^\w+ does not take the batch") as error:
-        driver(data, label)
-    lines = str(error.value).splitlines()
-    assert lines[0] == said
-    assert lines[1].startswith("For '")
-    if name == "int64":
-        driver(DATA, LABEL)
+@pytest.mark.parametrize(("name", "error", "message", "options"), WRONG)
+def test_a_result_that_cannot_be_used_is_named_and_changes_nothing(name, error, message, options):
+    step = make_train_step(returns(NAMED[name]), sgd(), 2, eager=True, **options)
+    with pytest.raises(error, match=message):
+        step(DATA, LABEL)
+    step.reset()
+    assert not any(buffer.asnumpy().any() for buffer in step.boundary.window.buffers)
+
+
+def without_return(data, label):
+    LOSS(NETWORK(data), label)
+
+
+def pair(data, label):
+    return LOSS(NETWORK(data), label), data
+
+
+def of_three(data, label):
+    return LOSS(NETWORK(data), label), data, label
+
+
+@pytest.mark.parametrize(("function", "message", "options"), [
+    (without_return, r"forward_fn returned None, expected the loss alone; is its `return` missing\?", {}),
+    pytest.param(of_three, r"forward_fn returned 3 values, expected \(loss, aux\)", {"has_aux": True},
+                 marks=pytest.mark.slow),
+    pytest.param(pair, "forward_fn returned 2 values, expected the loss alone; give has_aux", {},
+                 marks=pytest.mark.slow)])
+def test_a_graph_says_the_same_when_it_is_compiled(function, message, options):
+    """And the next step that is right trains."""
+    step = make_train_step(function, sgd(), 2, **options)
+    with pytest.raises(TypeError, match=message):
+        step(DATA, LABEL)
+    assert step.status().trained == 0
+
+
+@pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(("weight", "error", "message"), [
+    (-1, ValueError, "weight is -1, expected a finite number >= 0"), (None, TypeError, "weight is None, expected a n"),
+    ((1.0, 2.0), TypeError, r"weight is \(1\.0, 2\.0\), expected a number or a Tensor of shape \(\)"),
+    (Tensor([1.0, 2.0]), ValueError, r"weight is a Tensor of shape \(2,\), expected shape \(\)")])
+def test_what_is_no_weight_is_an_error(weight, error, message):
+    def weight_fn(data, label):
+        return weight
+
+    step = make_train_step(forward_fn, sgd(), 2, weight_fn=weight_fn)
+    with pytest.raises(error, match=message):
+        step(DATA, LABEL)
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -114,50 +122,69 @@ def test_other_errors_are_left_alone(error):
         raise error
 
     with pytest.raises(type(error)) as raised:
-        make_train_step(fails, sgd(), 2, eager=True)(DATA, LABEL)
+        make_train_step(fails, sgd(), 2, eager=True, network=NETWORK)(DATA, LABEL)
     assert str(raised.value) == str(error)
 
 
-@pytest.mark.parametrize("built", [
-    lambda function: make_train_step(function, sgd(), 2),
-    lambda function: make_train_step(function, sgd(), 2, eager=True),
-    lambda function: make_train_step(forward_fn, sgd(), 2, weight_fn=function)])
 @pytest.mark.parametrize("function", [
     ms.value_and_grad(forward_fn, None, NETWORK.trainable_params()), ms.grad(forward_fn)])
-def test_a_function_that_computes_gradients_is_an_error(built, function):
-    with pytest.raises(TypeError, match=r"_fn computes gradients .*, expected the function itself.*; give what was "):
-        built(function)
-    built(forward_fn)  # negative control
-
-
-@pytest.mark.usefixtures("compiled_if_slow")
-@pytest.mark.parametrize("eager", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_a_forgotten_return_is_named(eager):
-    if eager:
-        ms.set_context(mode=ms.PYNATIVE_MODE)
-    train_step = make_train_step(without_return, sgd(), 2, eager=eager)
-    with pytest.raises(TypeError, match=r"^forward_fn returned None, expected the loss alone; is its `return` mi"):
-        train_step(DATA, LABEL)
+def test_a_function_that_computes_gradients_is_an_error(function):
+    for options in ({"forward_fn": function}, {"forward_fn": function, "eager": True}, {"weight_fn": function}):
+        with pytest.raises(TypeError, match=r"_fn computes gradients .*, expected the function itself.*; give what wa"):
+            make_train_step(**{"forward_fn": forward_fn, "optimizer": sgd(), "accumulate_step": 2, **options})
 
 
 @pytest.mark.parametrize("build", [make_train_step, TrainOneStepCell])
 def test_a_loss_function_beside_the_network_is_named(build):
     """As `Model` takes it. Control: in a cell."""
-    network, optimizer = NETWORK, sgd()
-    with pytest.raises(TypeError, match=r"^accumulate_step is of type CrossEntropyLoss, expected the number of .*Cell"):
-        build(network, optimizer, LOSS)
+    with pytest.raises(TypeError, match=r"^accumulate_step is .*CrossEntropyLoss"):
+        build(NETWORK, sgd(), LOSS)
     with pytest.raises(TypeError, match=r"^optimizer is of type CrossEntropyLoss, expected a MindSpore optimizer"):
-        build(network, LOSS, optimizer)
-    build(nn.WithLossCell(network, LOSS), optimizer, 4)
+        build(NETWORK, LOSS, sgd())
+    build(nn.WithLossCell(NETWORK, LOSS), sgd(), 4)
 
 
 @pytest.mark.usefixtures("uncompiled")
 def test_a_network_without_loss_is_named():
     """Control: a function that does not take the columns is not told about a loss."""
-    train_step = make_train_step(NETWORK, sgd(), 2, eager=True)
+    step = make_train_step(NETWORK, sgd(), 2, eager=True)
     with pytest.raises(ValueError, match=r"loss of shape \(4, 3\).*; if it computes no loss, give nn.WithLossCell\("):
-        train_step(DATA)
+        step(DATA)
     with pytest.raises(TypeError, match=r"does not take the batch \(2 by position\).*; if it computes no loss"):
-        train_step(DATA, LABEL)
+        step(DATA, LABEL)
     with pytest.raises(TypeError, match=r"columns first$"):
         make_train_step(forward_fn, sgd(), 2, eager=True)(DATA)
+
+
+X, Y = batches([16])[0]
+BAD = np.where(np.arange(16) == 6, 9, Y)  # a label that is out of range raises
+
+
+@pytest.mark.parametrize("mode", ["pynative", pytest.param("jit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("pieces", [1, 8])
+def test_after_an_error_a_batch_counts_as_a_whole_or_not_at_all(mode, pieces):
+    """An error in a batch that is not cut adds nothing. Between two pieces, it needs a reset, whatever is called.
+
+    Then training goes on, in graphs that are compiled again. Control: the parameters of a run without the error.
+    """
+    network, plain = MLP(), MLP()
+    with running(mode):
+        step = make_train_step(mean_loss(network), nn.SGD(network.trainable_params(), 0.1), 2, pieces=pieces)
+        step(*tensors(X, Y))
+        with pytest.raises(RuntimeError, match="must be in"):
+            step(*tensors(X, BAD))
+        if pieces == 8:
+            for refused in (lambda: step(*tensors(X, Y)), step.flush, step.status, lambda: next(step.epoch([]))):
+                with pytest.raises(RuntimeError, match=r"stopped a microbatch, .* call reset\(\), which drops"):
+                    refused()
+            assert step.trained == 1
+            step.reset()
+            assert step.trained == 0
+            step(*tensors(X, Y))
+        step(*tensors(X, Y))
+        assert step.status()[:2] == (1, 0)
+        whole = make_train_step(mean_loss(plain), nn.SGD(plain.trainable_params(), 0.1), 2, pieces=pieces)
+        for _ in range(2):
+            whole(*tensors(X, Y))
+    assert difference(values(network.trainable_params()), values(plain.trainable_params())) == 0
+    assert difference(values(plain.trainable_params()), values(MLP().trainable_params())) > 1e-3

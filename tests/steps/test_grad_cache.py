@@ -1,4 +1,4 @@
-"""make_grad_cache_step: the gradient of the undivided contrastive batch; random encoders; refusals."""
+"""make_grad_cache_step: the gradient of the undivided contrastive batch; random encoders; evaluation; errors."""
 from functools import partial
 
 import mindspore as ms
@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, amp, nn, ops
 from support.modes import running, warned
-from support.training import counting, gradient_of
+from support.training import gradient_of
 
-from ms_accum import check_equivalence, make_grad_cache_step
+from ms_accum import make_grad_cache_step
 from ms_accum.batch_size import GradientNoiseScale
-from ms_accum.selftest.comparing import relative, values
+from ms_accum.selftest.comparing import difference, relative, values
 
 
 class Towers(nn.Cell):
-    """Two small encoders, and the logarithm of a temperature that is trained (the first of the parameters)."""
+    """Two small encoders, and the logarithm of a temperature that is trained."""
 
-    def __init__(self, dropout):
+    def __init__(self, dropout=0.0):
         super().__init__()
         self.left, self.right = nn.Dense(5, 4, has_bias=False), nn.Dense(3, 4, has_bias=False)
         self.dropout = nn.Dropout(p=dropout)
@@ -53,10 +53,61 @@ def two_towers(dropout=0.0):
 
     loss_fn = partial(info_nce, hidden=0.0)
 
-    def undivided(*batch):
-        return loss_fn(*encode(*batch))
+    def undivided(x, y):
+        return loss_fn(*encode(x, y))
 
     return towers, encode, loss_fn, undivided
+
+
+BATCHES = [pairs(7), pairs(4, 2), pairs(0), pairs(5, 3)]
+
+
+def moved(accumulate_step, pieces, way="pynative", **options):
+    """How one epoch moves the parameters, and its losses; pieces 0: by a step that takes the undivided batch."""
+    towers, encode, loss_fn, _ = two_towers()
+    before, optimizer = values(towers.trainable_params()), nn.SGD(towers.trainable_params(), 0.5)
+    with running(way):
+        step = make_grad_cache_step(encode, loss_fn, optimizer, accumulate_step, pieces=pieces, **options)
+        losses = [float(loss) for loss in step.epoch(BATCHES)]
+        status = step.status()
+    return [after - old for after, old in zip(values(towers.trainable_params()), before)], losses, status
+
+
+def by_mindspore(clip_norm=np.inf):
+    """The same in windows of three and one by MindSpore alone: batches weigh their samples."""
+    towers, _, _, undivided = two_towers()
+    before, losses = values(towers.trainable_params()), []
+    optimizer = nn.SGD(towers.trainable_params(), 0.5)
+    grad_fn = ms.value_and_grad(undivided, None, optimizer.parameters)
+    for window in (BATCHES[:2], BATCHES[3:]):
+        found = [(len(batch[0]), *grad_fn(*batch)) for batch in window]
+        losses += [float(loss) for _, loss, _ in found]
+        mean = [sum(n * g.asnumpy() for (n, _, _), g in zip(found, of_one)) / sum(n for n, _, _ in found)
+                for of_one in zip(*(gradients for _, _, gradients in found))]
+        norm = np.sqrt(sum((g**2).sum() for g in mean))
+        optimizer(tuple(Tensor(g * min(1, clip_norm / (norm + 1e-6)), ms.float32) for g in mean))
+    return [after - old for after, old in zip(values(towers.trainable_params()), before)], losses
+
+
+@pytest.mark.parametrize(("pieces", "way", "options"), [
+    (1, "pynative", {}), (2, "pynative", {"loss_scaler": amp.StaticLossScaler(2.0**20)}),
+    (3, "pynative", {"clip_norm": 0.1}), (9, "pynative", {"on_nonfinite": "skip_window"}),
+    pytest.param(2, "jit", {"clip_norm": 0.1}, marks=pytest.mark.slow)])
+def test_windows_are_those_of_undivided_batches(pieces, way, options):
+    """Control: small batches have other negatives, and another gradient and loss."""
+    found, losses, status = moved(3, pieces, way, **options)
+    expected, plain = by_mindspore(options.get("clip_norm", np.inf))
+    assert relative(found, expected) < 1e-5
+    assert losses == pytest.approx([*plain[:2], 0, plain[2]], rel=1e-5)
+    assert (status.update_step, status.seen, status.trained, status.weight) == (2, 16, 0, 5)
+    assert status.loss == pytest.approx(plain[2], rel=1e-5)
+    if pieces == 3:
+        towers, _, _, undivided = two_towers()
+        with running("pynative"):
+            naive, loss = gradient_of(undivided, towers, pairs(7), pieces=2)
+            whole, right = gradient_of(undivided, towers, pairs(7))
+        assert relative(naive, whole) > 0.1
+        assert abs(float(loss) - float(right)) > 0.1
 
 
 class Router(nn.Cell):
@@ -83,9 +134,8 @@ def batch_dice(output, gates, mask):
 
 
 @pytest.mark.parametrize("loss_fn", [load_balancing, batch_dice])
-@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_losses_of_the_whole_batch_are_exact(loss_fn, jit):
-    """Control: with pieces of a plain step, they are not; the check says so, and what is exact."""
+def test_losses_of_the_whole_batch_are_exact(loss_fn):
+    """Control: with pieces of a plain step, they are not."""
     ms.set_seed(3)
     router, x = Router(), pairs(7)[0]
 
@@ -95,83 +145,90 @@ def test_losses_of_the_whole_batch_are_exact(loss_fn, jit):
     with running("pynative"):
         expected, loss = gradient_of(undivided, router, (x,))
         naive, _ = gradient_of(undivided, router, (x,), pieces=3)
-        report = check_equivalence(undivided, router, (x,), pieces=3)
-    with running("jit" if jit else "pynative"):
-        acc = counting(router)
-        got = make_grad_cache_step(router, loss_fn, acc, pieces=3)(x)
+        before = values(router.trainable_params())
+        got = make_grad_cache_step(router, loss_fn, nn.SGD(router.trainable_params(), 1.0), 1, pieces=3)(x)
     assert float(got) == pytest.approx(float(loss), rel=1e-6)
-    assert relative(values(acc.optimizer.seen), expected) <= 1e-6
+    after = values(router.trainable_params())
+    assert relative([old - new for old, new in zip(before, after)], expected) <= 1e-5
     assert relative(naive, expected) > 1e-3
-    assert not report.ok
-    assert "make_grad_cache_step" in str(report)
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_the_gradient_is_that_of_the_undivided_batch():
-    """Also with a loss scale. Control: small batches have other negatives, and another gradient and loss."""
-    towers, encode, loss_fn, undivided = two_towers()
-    expected, loss = gradient_of(undivided, towers, pairs(7))
-    naive, naive_loss = gradient_of(undivided, towers, pairs(7), pieces=2)
-    for pieces, scale in ((1, 1.0), (2, 2.0**20), (7, 1.0), (9, 2.0**20)):
-        acc = counting(towers, loss_scaler=amp.StaticLossScaler(scale))
-        train_step = make_grad_cache_step(encode, loss_fn, acc, pieces=pieces)
-        got = train_step(*pairs(7))
-        assert (int(acc.optimizer.calls), int(acc.mini_step), int(acc.update_step)) == (1, 0, 1)
-        assert float(got) == pytest.approx(float(loss), rel=1e-6)
-        assert relative(values(acc.optimizer.seen), expected) <= 1e-5
-    assert relative(naive, expected) > 0.1
-    assert abs(float(naive_loss) - float(loss)) > 0.1
-    assert float(train_step(*pairs(0))) == 0, "a batch without rows"
-    assert (int(acc.optimizer.calls), acc.status().empty_windows) == (1, 1), "dropped, because there is a loss scaler"
 
 
 # After MindCV's networks were in the process, MindSpore 2.10 does not compile it ("Illegal AnfNode for evaluating").
 @pytest.mark.fresh_process("jit")
 @pytest.mark.parametrize("mode", [pytest.param("jit", marks=pytest.mark.slow), "pynative"])
-def test_windows_and_a_random_encoder(mode, capfd):
-    """Batches of 5 = 3 + 2 and 2 = 1 + 1 weigh so much, clipping sees the whole; a randomly encoded one is ignored."""
-    towers, encode, loss_fn, undivided = two_towers(dropout=0.5)
-    towers.set_train(False)
-    with running("pynative"):
-        one, other = (gradient_of(undivided, towers, pairs(n, n))[0] for n in (5, 2))
-    expected = [(5 * a + 2 * b) / 7 for a, b in zip(one, other)]
-    acc = counting(towers, 2, clip_norm=float("inf"))
+def test_a_batch_that_is_encoded_at_random_is_ignored(mode, capfd):
+    """The window stays as it is. Control: without Dropout, the batch is trained."""
+    towers, encode, loss_fn, _ = two_towers(dropout=0.5)
     with running(mode):
-        train_step = make_grad_cache_step(encode, loss_fn, acc, pieces=2)
-        for n, held in ((5, 1), (2, 0)):
-            train_step(*pairs(n, n))
-            assert (int(acc.mini_step), train_step.updated) == (held, held == 0)
-        assert relative(values(acc.optimizer.seen), expected) <= 1e-5
-        assert float(acc.optimizer.seen[0]) == pytest.approx(expected[0], rel=1e-5)  # the temperature
-        assert float(acc.grad_norm) == pytest.approx(np.sqrt(sum((g**2).sum() for g in expected)), rel=1e-5)
-        train_step(*pairs(5, 5))
-        assert train_step.flush() is True
-        assert relative(values(acc.optimizer.seen), one) <= 1e-5
+        step = make_grad_cache_step(encode, loss_fn, nn.SGD(towers.trainable_params(), 0.5), 3, pieces=2,
+                                    network=towers)
+        towers.set_train(False)
+        with pytest.warns(UserWarning, match="is in evaluation mode"):
+            step(*pairs(16))
         assert warned(capfd) == []
+        held, buffers = step.status(), values(step.boundary.window.buffers)
         towers.set_train()
         with pytest.raises(ValueError, match=r"encode_fn returned two different .* was ignored. If it draws random"):
-            make_grad_cache_step(encode, loss_fn, acc, pieces=2)(*pairs(16))  # two draws agree in 1 of 2^32
-        assert (int(acc.mini_step), int(acc.update_step), float(acc.weight_sum)) == (0, 2, 0)
-        assert all(not b.asnumpy().any() for b in acc.window.buffers)
-    with running("pynative"):  # control
+            step(*pairs(16))  # two draws agree in 1 of 2^32
+        assert str(step.status()) == str(held)
+        assert difference(values(step.boundary.window.buffers), buffers) == 0
         towers.set_train(False)
-        make_grad_cache_step(encode, loss_fn, acc, pieces=2)(*pairs(2))
-        assert int(acc.mini_step) == 1
+        step(*pairs(16))
+        assert step.status().mini_step == 2
+        assert difference(values(step.boundary.window.buffers), buffers) > 0.1
+        step.reset()
 
 
-SINGLE = r'the accumulator looks at single pieces .* give "skip_window" or sync="window"'
+@pytest.mark.parametrize("mode", ["pynative", pytest.param("jit", marks=pytest.mark.slow)])
+def test_an_evaluation_is_the_loss_of_whole_batches(mode):
+    """Control: halves have fewer negatives; op by op."""
+    towers, encode, loss_fn, undivided = two_towers(dropout=0.5)
+    towers.set_train(False)
+    losses = [float(undivided(*pairs(n))) for n in (6, 4)]
+    towers.set_train()
+    with running(mode):
+        step = make_grad_cache_step(encode, loss_fn, nn.SGD(towers.trainable_params(), 0.5), 2, pieces=2,
+                                    network=towers)
+        found = step.evaluate([pairs(6), pairs(4), pairs(0)])
+        assert found == pytest.approx(np.average(losses, weights=(6, 4)), rel=1e-5)
+        assert (towers.dropout.training, step.status().trained) == (True, 0)
+        if mode == "pynative":
+            halves = step.evaluate([tuple(part[i:i + 3] for part in pairs(6)) for i in (0, 3)])
+            assert abs(halves - losses[0]) > 1e-2
+
+
+ROW = Tensor(np.ones((4, 5), np.float32))
+
+
+@pytest.mark.parametrize(("error", "message", "returned"), [
+    (TypeError, "encode_fn returned neither a Tensor nor a tuple of Tensors", ()),
+    (TypeError, "encode_fn returned neither a Tensor nor", (ROW, 1.0)),
+    (ValueError, r"encode_fn returned a Tensor of shape \(3, 5\) for 2 samples; return a Tensor with one", ROW[:3]),
+    (TypeError, "encode_fn returned Tensors of Float32, Float16; return", (ROW[:2], ROW[:2].astype(ms.float16)))])
+def test_what_is_no_representation_is_an_error(error, message, returned):
+    towers = Towers()
+
+    def encode(x):
+        return returned
+
+    with running("pynative"):
+        step = make_grad_cache_step(encode, unit, nn.SGD(towers.trainable_params(), 0.5), 2, pieces=2, network=towers)
+        with pytest.raises(error, match=message):
+            step(ROW)
+        assert step.status().mini_step == 0
 
 
 @pytest.mark.parametrize(("error", "message", "options"), [
     (TypeError, r"encode_fn is of type int, expected a function", {"encode_fn": 3}),
     (TypeError, r"loss_fn is of type str, expected a function", {"loss_fn": "nce"}),
-    (TypeError, r"optimizer is of type NoneType, expected a MindSpore optimizer", {"optimizer": None}),
     (ValueError, r"pieces is 0, expected an int >= 1", {"pieces": 0}),
-    (ValueError, SINGLE, {"optimizer": counting(Towers(0.0), stages=(GradientNoiseScale(),))}),
-    (ValueError, SINGLE, {"optimizer": counting(Towers(0.0), on_nonfinite="skip_microbatch")}),
+    (TypeError, r"unexpected argument clipnorm; did you mean clip_norm\?", {"clipnorm": 2}),
+    (ValueError, r'^SkipMicrobatch looks at single pieces .* give "skip_window"', {"on_nonfinite": "skip_microbatch"}),
+    (ValueError, "^GradientNoiseScale looks at single pieces", {"stages": (GradientNoiseScale(),)}),
 ])
-def test_bad_arguments_are_refused(error, message, options):
+def test_bad_arguments_are_errors(error, message, options):
     towers, encode_fn, loss_fn, _ = two_towers()
-    given = {"encode_fn": encode_fn, "loss_fn": loss_fn, "optimizer": counting(towers), "pieces": 2}
+    given = {"encode_fn": encode_fn, "loss_fn": loss_fn, "optimizer": nn.SGD(towers.trainable_params(), 0.5),
+             "accumulate_step": 2, "pieces": 2}
     with pytest.raises(error, match=message):
         make_grad_cache_step(**{**given, **options})

@@ -7,36 +7,12 @@ import pytest
 from mindspore import Tensor, nn, ops
 from support.drivers import Driver
 from support.layers import Block, LazyBlock, Tied
-from support.processes import run_python
 
-from ms_accum import Accumulator
 from ms_accum.selftest.comparing import relative, values
 
 WORDS, WIDTH, RATE = 16, 8, 0.5
 DRIVERS = {"step": ("step", {}), "step in pieces": ("step", {"pieces": 2}), "cell": ("cell-graph", {}),
            "by hand in ms.jit": ("hand-jit", {}), "by hand in PyNative": ("hand-pynative", {})}
-
-LAZY = """
-import mindspore as ms
-from mindspore import lazy_inline, nn, ops
-
-class Block(nn.Cell):
-    @lazy_inline
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Dense(2, 2)
-
-    def construct(self, x):
-        return ops.tanh(self.layer(x))
-
-network = nn.SequentialCell(Block(), Block())
-ms.set_context(mode=ms.GRAPH_MODE)
-try:
-    network(ops.ones((1, 2)))
-except RuntimeError as error:
-    print(error)
-"""
-
 
 class Counted(Block):
     """It counts how often PyNative runs it."""
@@ -85,17 +61,17 @@ def trained(name, made=Block, recomputed=True):
     driver, options = DRIVERS[name]
     network = tied(made, recomputed)
     start = values(network.trainable_params())
-    accumulator = Accumulator(nn.SGD(network.trainable_params(), RATE), 2, reduction="mean")
+    optimizer = nn.SGD(network.trainable_params(), RATE)
 
     def mean(tokens, targets):
         return network(tokens, targets) / unmasked(tokens, targets)
 
     by_hand = driver.startswith("hand")
     options = options if by_hand else {**options, "loss_reduction": "sum"}
-    with Driver(driver, accumulator, mean if by_hand else network, (unmasked,), **options) as train:
+    with Driver(driver, mean if by_hand else network, optimizer, 2, unmasked, **options) as train:
         for batch in microbatches():
             train(*batch)
-    assert int(accumulator.update_step) == 2
+        assert train.accumulator.status().update_step == 2
     return moved(start, network)
 
 
@@ -133,12 +109,6 @@ def test_in_pynative_a_block_runs_again_and_lazy_inline_is_ignored():
         passes.append(Counted.passes)
     assert passes == [8, 16]  # 4 microbatches, 2 blocks
     assert relative(trained("by hand in PyNative", LazyBlock), plain()) < 1e-5
-
-
-@pytest.mark.slow
-def test_graphs_on_cpu_refuse_lazy_inline():
-    """In a process of its own: after this error, other graphs may fail, too."""
-    assert run_python(LAZY).startswith("Input[0] must be a Primitive ValueNode")
 
 
 def test_a_block_that_computes_something_else_when_it_is_recomputed_is_noticed():
