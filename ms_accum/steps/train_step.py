@@ -532,7 +532,7 @@ def step_of(boundary: Boundary, functions: Functions, networks: tuple[nn.Cell, .
             ) -> TrainStep:
     """Return a train step of these functions."""
     window, compiled = boundary.window, boundary.compiled
-    looks = bool(window.weighing or window.measuring) or window.exchange.sums_each
+    looks = bool(window.called.weighing or window.called.measuring) or window.exchange.sums_each
     stream = Stream(window) if boundary.eager and len(window.buffers) > 0 and not looks else None
 
     def placed(cut: Cut, names: tuple[str, ...]) -> Functions:
