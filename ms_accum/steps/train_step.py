@@ -347,7 +347,7 @@ class TrainStep(Uncopied):
             return (loss, None) if self._functions.has_aux else loss
         result = self.boundary.add(found.train, batch, found.pieces, found.closes)
         if known is None and not self.boundary.eager:
-            self._shapes.note(key, perf_counter() - began)
+            self._shapes.note(batch, names, perf_counter() - began)
         return result
 
     def _mode_of_layers(self) -> TrainMode:
