@@ -105,6 +105,23 @@ def overrides(stage: Stage, *methods: str) -> bool:
 
 
 @jit_class
+class Called:
+    """Hold the stages that override each method, and tell each where its measures are among a window's numbers.
+
+    `first`: the place of the first measure.
+    """
+
+    def __init__(self, stages: tuple[Stage, ...], first: int) -> None:
+        def among(*methods: str) -> tuple[Stage, ...]:
+            return tuple(stage for stage in stages if overrides(stage, *methods))
+
+        self.scaling, self.weighing, self.measuring = among("loss_scale"), among("weigh"), among("measure")
+        self.judging, self.watching, self.closing = among("accepts"), among("on_update"), among("on_close")
+        for stage in stages:
+            stage.measured, first = (first, first + stage.measures), first + stage.measures
+
+
+@jit_class
 class SkipMicrobatch(Stage):
     """Give a microbatch or piece that is not finite the weight 0."""
 

@@ -44,7 +44,7 @@ from ..tensors import (
 )
 from .kernels import kernels_for
 from .length import WindowLength
-from .stages import Stage, overrides
+from .stages import Called, Stage
 
 # Places in `counts`: the mark; microbatches in the open window, and in all; updates; windows closed; microbatches or
 # windows that were skipped; windows dropped in a row; windows of weight 0.
@@ -70,6 +70,7 @@ KEPT = 1 - change(HELD=1, IN_ROW=1)  # what a close keeps of the counts
 APPLIED = change(MARK=-CLOSING, UPDATES=1, WINDOWS=1)
 ALONE = change(MARK=-CLOSING - 1, ADDED=1, UPDATES=1, WINDOWS=1)  # with the mark of its piece
 DROPPED = change(MARK=-CLOSING, WINDOWS=1, SKIPPED=1, IN_ROW=1)
+NOTHING = Tensor(0.0, ms.float32)
 ONE_IN_ROW, ONE_SKIPPED, ONE_EMPTY = change(IN_ROW=1), change(SKIPPED=1), change(EMPTY=1)
 
 
@@ -94,6 +95,7 @@ class Window:
         zero: Always 0, which no graph knows: to clear buffers, and for a branch that is never taken.
         buffers: One for each parameter, in the optimizer's order.
         unit: The unit of weights, a constant of graphs: the weight of the first piece. None: not known yet.
+        called: The stages that override each method.
         drops: Whether a window may be dropped.
     """
 
@@ -113,27 +115,19 @@ class Window:
         self.sums = state_parameter(f"{prefix}.sums", (MEASURED + measured,), ms.float32)
         self.seen, self.zero = state_parameter(f"{prefix}.seen", (), ms.int64), state_parameter(
             f"{prefix}.zero", (), ms.float32)
-        self.nothing, self.no_measures = Tensor(0.0, ms.float32), (Tensor(0.0, ms.float32),) * measured
+        self.no_measures = (NOTHING,) * measured
         self.unit = 1.0 if reduction == "sum" or is_sum or exchange.sums_each else None  # type: Optional[float]
         for stage in stages:
             stage.exchange = exchange
             stage.bind(prefix)
-
-        def among(*methods: str) -> tuple[Stage, ...]:
-            return tuple(stage for stage in stages if overrides(stage, *methods))
-
-        self.scaling, self.weighing, self.measuring = among("loss_scale"), among("weigh"), among("measure")
-        self.judging, self.watching, self.closing = among("accepts"), among("on_update"), among("on_close")
-        ends = np.cumsum([0, *(stage.measures for stage in stages)]).tolist()
-        for stage, first, last in zip(stages, ends, ends[1:]):
-            stage.measured = (LAST + first, LAST + last)
-        self.drops = bool(self.weighing or self.judging)
+        self.called = Called(stages, LAST)
+        self.drops = bool(self.called.weighing or self.called.judging)
 
     # --- a piece of a microbatch --------------------------------------------------------------------------------------
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return the value to differentiate."""
-        for stage in self.scaling:
+        for stage in self.called.scaling:
             loss = cast(loss, ms.float32) * stage.loss_scale()
         return loss
 
@@ -151,7 +145,7 @@ class Window:
     def add(self, gradients: Gradients, weight: Scalar, loss: Optional[Tensor], after: Tensor) -> None:
         """Add the gradients of a piece, then `after` to the counts. `loss`: the mean; with `is_sum`, the sum."""
         taken = 1.0  # type: Scalar
-        for stage in self.weighing:
+        for stage in self.called.weighing:
             weight, is_taken = stage.weigh(gradients, weight)
             taken = taken * is_taken
         factor = self.factor_of(weight) * taken
@@ -183,7 +177,7 @@ class Window:
         return mapped(cleared, self.zero, self.exchange.parameters)
 
     def _numbers(self, weight: Scalar, loss: Optional[Tensor], taken: Scalar) -> Numbers:
-        total = self.nothing + nan if loss is None else cast(loss, ms.float32)  # by hand, the loop has the loss
+        total = NOTHING + nan if loss is None else cast(loss, ms.float32)  # by hand, the loop has the loss
         if not self.is_sum and loss is not None:
             total = multiply_no_nan(total, as_tensor(weight))
         elif isinstance(taken, Tensor):
@@ -192,16 +186,16 @@ class Window:
 
     def _measured(self, gradients: Gradients, weight: Scalar) -> Numbers:
         measured, factor = (), 1.0  # type: tuple, Scalar
-        for stage in self.scaling:
+        for stage in self.called.scaling:
             factor = factor / stage.loss_scale()
         if self.is_sum:
             factor = divide_no_nan(as_tensor(factor), as_tensor(weight))
-        for stage in self.measuring:
+        for stage in self.called.measuring:
             measured = (*measured, *stage.measure(gradients, factor, weight))
         return measured
 
     def _count(self, numbers: Numbers, after: Tensor) -> None:
-        entries, zeros = (), (self.nothing, self.nothing, self.nothing, self.nothing)  # type: tuple, tuple
+        entries, zeros = (), (NOTHING, NOTHING, NOTHING, NOTHING)  # type: tuple, tuple
         for number in numbers:
             entries = (*entries, as_tensor(number))
         ops.assign_add(self.sums, stack((*entries[:LAST], *zeros, *entries[LAST:])))
@@ -235,11 +229,11 @@ class Window:
         gradients, unit, numbers = self.exchange.window(gradients, unit, numbers)
         weight = numbers[WEIGHT]  # not unpacked: MindSpore warns of a part that is not used
         # The loss scale goes into the factor: to divide each gradient first would need a copy of all of them.
-        for stage in self.scaling:
+        for stage in self.called.scaling:
             unit = unit / stage.loss_scale()
         factor = self._normalised(unit, weight)
         window = {"gradients": gradients, "unit": unit, "weight": weight}  # type: dict[str, Any]
-        norm = self.nothing + nan
+        norm = NOTHING + nan
         if self.clip_norm is not None:
             norm = norm_of(self.exchange.over(square_sum(gradients, factor)))
             factor = factor * clip_factor(norm, self.clip_norm)
@@ -251,7 +245,7 @@ class Window:
             # What is computed before the branch and used in it is moved on Ascend, so gradients are scaled inside it.
             if accepted:
                 self._update(factor, window, numbers)
-        for stage in self.closing:
+        for stage in self.called.closing:
             stage.on_close(accepted)
         if len(self.buffers) > 0:
             self.kernels.clear(self.zero, self.buffers)
@@ -263,7 +257,7 @@ class Window:
             by = by + ONE_EMPTY * cast(weight == 0, ms.int32)
         mean = divide_no_nan(as_tensor(numbers[LOSS]), as_tensor(weight))
         rest = self._count_seen(weight, accepted)
-        none = self.nothing
+        none = NOTHING
         ops.assign(self.sums, stack((none, none, none, none, as_tensor(weight), mean, norm, rest, *self.no_measures)))
         ops.assign(self.counts, self.counts * KEPT + by)  # last: it takes the mark away
         # A Tensor: if a function with an `if` returns None, MindSpore cannot compile what follows for Ascend.
@@ -284,13 +278,13 @@ class Window:
             accepted = ops.logical_or(as_tensor(numbers[TAKEN]) > 0, as_tensor(numbers[SKIPS]) == 0)
         else:
             accepted = as_tensor(numbers[WEIGHT]) != 0  # a mean over nothing is 0/0
-        for stage in self.judging:
+        for stage in self.called.judging:
             verdict = stage.accepts(_seen_by(stage, window, numbers))
             accepted = ops.logical_and(accepted, verdict)
         return accepted
 
     def _update(self, factor: Scalar, window: dict[str, Any], numbers: Numbers) -> Tensor:
-        for stage in self.watching:
+        for stage in self.called.watching:
             stage.on_update(_seen_by(stage, window, numbers))
         self.exchange.apply(self.optimizer, self.kernels.scale(factor, window["gradients"], self.dtypes))
         return self.counts + 0
@@ -304,7 +298,7 @@ class Window:
         counted = as_tensor(weight)
         if self.drops:
             counted = counted * cast(accepted, ms.float32)
-        counted = ops.where(ops.isfinite(counted), counted, self.nothing)
+        counted = ops.where(ops.isfinite(counted), counted, NOTHING)
         whole = ops.round(counted)
         rest = rest + (counted - whole)  # at most 1, so it keeps fractions down to 2**-25
         carry = ops.round(rest)

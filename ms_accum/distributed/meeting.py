@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from hashlib import sha256
-from itertools import count
 from typing import Any, NoReturn
 from zlib import crc32
 
@@ -20,26 +19,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 
 from ..mindspore_api import GlobalComm, create_group, get_group_size, get_rank, jit_class
-from .exchange import (
-    BUILD,
-    EPOCH,
-    EVALUATE,
-    FLUSHED,
-    IDLE,
-    LOAD,
-    MICROBATCH,
-    SAVE,
-    STOP,
-    WINDOW,
-    OneDevice,
-    whole_of,
-)
+from .exchange import DOES, EVALUATE, MICROBATCH, STOP, WINDOW, OneDevice, whole_of
 
-_DOES = {BUILD: "builds", EPOCH: "begins an epoch with", MICROBATCH: "adds a microbatch to",
-         WINDOW: "closes a window of", IDLE: "flushes, with nothing trained since its last flush,",
-         FLUSHED: "ends a flush of", SAVE: "saves", LOAD: "loads a checkpoint for", EVALUATE: "evaluates with",
-         STOP: "raises an error, which says why, for",
-         0: "exchanges values of"}
 _TAG, _NUMBER, _SUMS = slice(0, 3), 3, slice(4, 7)  # places in the row of a rank
 _PIECE = 2**22  # bytes that travel at once; each piece has the whole time that ranks wait for a late one
 _AGAIN = "start all ranks again from the last checkpoint"
@@ -52,7 +33,6 @@ _LATE = ("rank {} {}, but another rank does not come: it is late, has ended or h
          "ranks. A new shape on one rank keeps the others waiting while it compiles: the environment variable "
          "MS_CPU_COMM_OP_TIMEOUT (seconds) lets ranks on CPU wait longer. MindSpore says:\n{}")
 _EXCHANGE_FAILED = re.compile(r"Launch kernel failed.*(AllReduce|AllGather|ReduceScatter|Broadcast)")
-_graphs = count()
 _names: list[str] = []  # the first parameter of each accumulator that exchanges, in the order in which they were built
 _gathering: dict[str, Callable] = {}  # graphs that gather rows, by the group of ranks
 _groups: set[str] = set()
@@ -244,7 +224,8 @@ def _end(message: str) -> NoReturn:
 
 def _said(what: int, number: int, met: int = 0) -> str:
     name = f" ({_names[number]})" if 0 <= number < len(_names) else ""
-    return f"{_DOES.get(what, what)} accumulator {number}{name}{f' in meeting {met}' * bool(met)}"
+    does = DOES[what] if 0 <= what < len(DOES) else what
+    return f"{does} accumulator {number}{name}{f' in meeting {met}' * bool(met)}"
 
 
 def _listed(ranks: Any) -> str:
@@ -266,5 +247,5 @@ def _sum_in_a_graph(group: str) -> Callable:
     def rows(digits: Tensor) -> Tensor:
         return add(digits)
 
-    rows.__name__ = f"rows{next(_graphs)}"  # MindSpore warns when a second function of one name is compiled
+    rows.__name__ = f"rows{len(_gathering)}"  # MindSpore warns when a second function of one name is compiled
     return ms.jit(rows)

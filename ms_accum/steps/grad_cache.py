@@ -99,7 +99,7 @@ def make_grad_cache_step(
     boundary = boundary_of(optimizer, accumulate_step, {"the kind of step": "make_grad_cache_step", "pieces": pieces},
                            pieces=pieces, needs_buffers=True, **options)
     window = boundary.window
-    looking = [type(stage).__name__ for stage in (*window.weighing, *window.measuring)]
+    looking = [type(stage).__name__ for stage in (*window.called.weighing, *window.called.measuring)]
     if looking or window.exchange.sums_each:
         raise ValueError(_SINGLE.format(looking[0] if looking else "the reducer"))
 

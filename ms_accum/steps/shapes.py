@@ -121,9 +121,11 @@ class Shapes:
         if inner is not None and all(given is None for given in self.declared(columns, names).declared):
             warn(_IGNORED.format(type(inner).__name__, self.name, self._remedy()), UserWarning, stacklevel=2)
 
-    def note(self, shapes: object, seconds: float) -> None:
-        """Note the time of the first call for some shapes, in which graphs were compiled. Warn when there are many."""
-        self._compiled.add(shapes)
+    def note(self, batch: tuple, names: tuple[str, ...], seconds: float) -> None:
+        """Note the time of the first call for a batch, in which graphs were compiled. Warn when there are many."""
+        declared = self.declared(len(batch), names).declared
+        self._compiled.add((names, *[getattr(value, "shape", None) for value, given in zip(batch, declared)
+                                     if given is None]))
         self._seconds += seconds
         if len(self._compiled) == _MANY:
             warn(_HINT.format(_MANY, self._seconds, self._remedy()), UserWarning, stacklevel=2)

@@ -347,7 +347,7 @@ class TrainStep(Uncopied):
             return (loss, None) if self._functions.has_aux else loss
         result = self.boundary.add(found.train, batch, found.pieces, found.closes)
         if known is None and not self.boundary.eager:
-            self._shapes.note(key, perf_counter() - began)
+            self._shapes.note(batch, names, perf_counter() - began)
         return result
 
     def _mode_of_layers(self) -> TrainMode:
@@ -532,7 +532,7 @@ def step_of(boundary: Boundary, functions: Functions, networks: tuple[nn.Cell, .
             ) -> TrainStep:
     """Return a train step of these functions."""
     window, compiled = boundary.window, boundary.compiled
-    looks = bool(window.weighing or window.measuring) or window.exchange.sums_each
+    looks = bool(window.called.weighing or window.called.measuring) or window.exchange.sums_each
     stream = Stream(window) if boundary.eager and len(window.buffers) > 0 and not looks else None
 
     def placed(cut: Cut, names: tuple[str, ...]) -> Functions:

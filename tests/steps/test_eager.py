@@ -103,39 +103,6 @@ def test_one_gradient_is_in_memory_at_a_time_unless_something_looks_at_all(optio
     step.reset()
 
 
-def test_a_gradient_inside_the_loss_is_no_gradient_of_the_loss():
-    """Of the network's weights. Control: without the penalty."""
-    def penalised(network, factor):
-        def loss(x, y):
-            return (network(x) ** 2).mean()
-
-        inner = ms.grad(loss, None, ms.ParameterTuple(network.trainable_params()))
-
-        def forward_fn(x, y):
-            total = loss(x, y)
-            for gradient in inner(x, y) if factor else ():
-                total = total + factor * (gradient**2).sum()
-            return total
-        return forward_fn
-
-    trained = []
-    for factor, eager in ((0.5, True), (0.5, False), (0.0, True)):
-        network = MLP(seed=0)
-        forward_fn = penalised(network, factor)
-        if eager:
-            step = make_train_step(forward_fn, sgd(network), 2, eager=True)
-            losses = [float(step(*BATCH)) for _ in range(2)]
-        else:
-            optimizer = sgd(network)
-            value, gradients = ms.value_and_grad(forward_fn, None, optimizer.parameters)(*BATCH)
-            optimizer(gradients)
-            losses = [float(value)] * 2
-        trained.append((losses, values(network.trainable_params())))
-    assert trained[0][0] == pytest.approx(trained[1][0], rel=1e-6)
-    assert difference(trained[0][1], trained[1][1]) <= 1e-6
-    assert difference(trained[0][1], trained[2][1]) > 1e-3
-
-
 def test_a_lambda_and_a_function_whose_source_is_not_there():
     network, loss = MLP(seed=0), nn.CrossEntropyLoss()
     step = make_train_step((lambda x, y: loss(network(x), y)), sgd(network), 2, eager=True)

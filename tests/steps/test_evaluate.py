@@ -7,7 +7,6 @@ from support.modes import running
 from support.training import LOSS
 
 from ms_accum import make_train_step
-from ms_accum.selftest.comparing import values
 from ms_accum.selftest.networks import MLP, NO_TARGET, batches, targets, tensors
 
 pytestmark = pytest.mark.core
@@ -156,21 +155,6 @@ def test_nothing_else_changes(case):
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_batches_are_those_of_an_epoch():
-    """Named ones, datasets."""
-    data, whole = data_of((4, 4, 4))
-    step = step_for(tokens, MLP())
-    loss = step.evaluate(data)
-    assert step.evaluate([{"y": y, "x": x} for x, y in data]) == pytest.approx(loss, rel=1e-6)
-    dataset = ms.dataset.NumpySlicesDataset(dict(zip("xy", map(Tensor.asnumpy, whole))), shuffle=False)
-    assert abs(step.evaluate(dataset.batch(6)) - loss) < 1e-6
-    with pytest.raises(ValueError, match="yields samples of NumpySlicesDataset one by one"):
-        step.evaluate(dataset)
-    with pytest.raises(TypeError, match="batches is a dict"):
-        step.evaluate({"x": data[0][0], "y": data[0][1]})
-
-
-@pytest.mark.usefixtures("uncompiled")
 def test_no_batch_and_no_weight_are_errors():
     data = data_of((4, 3))[0]
     step, used = step_for(tokens, MLP()), iter(data)
@@ -181,42 +165,3 @@ def test_no_batch_and_no_weight_are_errors():
     with pytest.raises(ValueError, match=r"the weights in all 2 batches are 0, so there is no mean; look for a mask"):
         step.evaluate([(x, np.full_like(y, NO_TARGET)) for x, y in data])
     assert step.status().trained == 0
-
-
-@pytest.mark.parametrize(("where", "way"), [("data", "eager"), ("forward", "eager"), ("forward", "graph")])
-def test_after_an_error_modes_are_those_before_and_the_next_evaluation_is_right(where, way):
-    with running("pynative" if way == "eager" else way):
-        network, (data, _) = network_with_modes(), data_of((6, 6))
-        step = step_for(mean, network, way)
-        loss = step.evaluate(data)
-        step(*data[0])
-        modes = [layer.training for _, layer in network.cells_and_names()]
-
-        def failing():
-            yield data[0]
-            if where == "data":
-                raise OSError("no such file")
-            yield data[0][0][:, :5], data[0][1]
-
-        status = step.status()
-        with pytest.raises(OSError if where == "data" else ValueError):
-            step.evaluate(failing())
-        assert [layer.training for _, layer in network.cells_and_names()] == modes
-        assert True in modes
-        assert repr(step.status()) == repr(status)
-        assert step.evaluate(data) != loss or way != "eager"  # BatchNorm has moved
-        assert step.flush()
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_weights_that_were_replaced_behind_its_back_are_an_error():
-    """A compiled graph keeps the old ones. Control: before, it is right."""
-    network, (data, _) = MLP(), data_of((4,))
-    step = step_for(tokens, network, accumulate_step=1)
-    step(*data[0])
-    step.evaluate(data)
-    ms.load_param_into_net(network, {p.name: ms.Parameter(p.asnumpy() + 1, name=p.name)
-                                     for p in network.get_parameters()})
-    with pytest.raises(RuntimeError, match="was given new memory"):
-        step.evaluate(data)
-    assert len(values(network.trainable_params())) == 4

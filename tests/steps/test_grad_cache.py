@@ -110,49 +110,6 @@ def test_windows_are_those_of_undivided_batches(pieces, way, options):
         assert abs(float(loss) - float(right)) > 0.1
 
 
-class Router(nn.Cell):
-    """A network whose gates choose between two experts for each sample, and one that marks pixels."""
-
-    def __init__(self):
-        super().__init__()
-        self.gates, self.experts, self.mask = nn.Dense(5, 3), nn.Dense(5, 3), nn.Dense(5, 4)
-
-    def construct(self, x):
-        gates = ops.softmax(self.gates(x))
-        return self.experts(x) * gates, gates, ops.sigmoid(self.mask(x))
-
-
-def load_balancing(output, gates, mask):
-    """Of the Switch Transformer: the mean gate of each expert, times the share of samples that it gets."""
-    share = (gates == gates.max(-1, keepdims=True)).astype(ms.float32).mean(0)
-    return (output**2).mean() + 0.5 * (ops.stop_gradient(share) * gates.mean(0)).sum() * 3
-
-
-def batch_dice(output, gates, mask):
-    target = (output > 0).astype(ms.float32)
-    return 1 - 2 * (mask[:, :3] * target).sum() / (mask[:, :3].sum() + target.sum())
-
-
-@pytest.mark.parametrize("loss_fn", [load_balancing, batch_dice])
-def test_losses_of_the_whole_batch_are_exact(loss_fn):
-    """Control: with pieces of a plain step, they are not."""
-    ms.set_seed(3)
-    router, x = Router(), pairs(7)[0]
-
-    def undivided(x):
-        return loss_fn(*router(x))
-
-    with running("pynative"):
-        expected, loss = gradient_of(undivided, router, (x,))
-        naive, _ = gradient_of(undivided, router, (x,), pieces=3)
-        before = values(router.trainable_params())
-        got = make_grad_cache_step(router, loss_fn, nn.SGD(router.trainable_params(), 1.0), 1, pieces=3)(x)
-    assert float(got) == pytest.approx(float(loss), rel=1e-6)
-    after = values(router.trainable_params())
-    assert relative([old - new for old, new in zip(before, after)], expected) <= 1e-5
-    assert relative(naive, expected) > 1e-3
-
-
 # After MindCV's networks were in the process, MindSpore 2.10 does not compile it ("Illegal AnfNode for evaluating").
 @pytest.mark.fresh_process("jit")
 @pytest.mark.parametrize("mode", [pytest.param("jit", marks=pytest.mark.slow), "pynative"])

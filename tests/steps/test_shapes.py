@@ -1,6 +1,5 @@
 """Batches of many lengths: declared dynamic shapes make what static shapes make, with one graph; else a hint."""
 import warnings
-from functools import partial
 
 import mindspore as ms
 import numpy as np
@@ -9,7 +8,7 @@ from mindspore import Tensor, nn, ops
 from support.modes import compiled_graphs, recorded_warnings, running
 from support.training import sgd
 
-from ms_accum import TrainOneStepCell, make_grad_cache_step, make_train_step
+from ms_accum import TrainOneStepCell, make_train_step
 from ms_accum.core.window import WEIGHT
 from ms_accum.selftest.comparing import difference, values
 
@@ -108,95 +107,6 @@ def test_declared_lengths_are_trained_alike_by_one_graph(name, mode):
     assert difference(found["declared"][0], parameters) < 1e-6
     np.testing.assert_allclose(found["declared"][1], losses, rtol=1e-5)
     assert (found["declared"][2], graphs) == (0, 0)
-
-
-@pytest.mark.parametrize("weight_fn", [None, pytest.param(tokens_of, marks=pytest.mark.slow)])
-def test_an_evaluation_takes_any_number_of_samples_by_one_graph(weight_fn):
-    """As op by op. Control: without a declaration, each shape is compiled."""
-    batches, found, loss = batches_of(None), [], MeanLoss()
-    for eager in (False, True):
-        step = make_train_step(declared(function_of(loss), ROWS), sgd(loss), 2, weight_fn=weight_fn, eager=eager)
-        step.evaluate(batches[:1])
-        before = compiled_graphs()
-        found.append(step.evaluate(batches))
-        assert compiled_graphs() == before
-    assert found[0] == pytest.approx(found[1], rel=1e-5)
-    step = make_train_step(function_of(loss), sgd(loss), 2, weight_fn=weight_fn)
-    before = compiled_graphs()
-    step.evaluate(batches[:2])
-    assert compiled_graphs() == before + 2
-
-
-@pytest.mark.parametrize("place", ["cell", pytest.param("network", marks=pytest.mark.slow)])
-def test_a_cell_takes_declared_lengths(place):
-    """With one graph, as op by op. Control: without a declaration, one for each shape."""
-    found = []
-    rows = None if place == "cell" else 4
-    for mode in ("graph", "pynative"):
-        loss = MeanLoss()
-        with running(mode):
-            if place == "network":
-                declared(loss)
-            step = TrainOneStepCell(loss, sgd(loss, 0.5), 2, weight_fn=tokens_of if rows else None)
-            if place == "cell":
-                step.set_inputs(ROWS, ROWS)
-            losses = [float(step(*map(Tensor, batch))) for batch in batches_of(rows)]
-            step.flush()
-            found.append((values(loss.trainable_params()), losses))
-    assert difference(found[0][0], found[1][0]) < 1e-6
-    np.testing.assert_allclose(found[0][1], found[1][1], rtol=1e-5)
-
-
-def scored_of(loss):
-    def scored(scale, tokens, labels, weights):
-        return loss(tokens, labels) * scale * weights.mean()
-    return scored
-
-
-def encode_of(loss):
-    def encode(tokens):
-        return loss.network(tokens).mean(1)
-    return encode
-
-
-def spread(of_batch):
-    return ops.logsumexp(of_batch, 0).mean()
-
-
-@pytest.mark.slow
-def test_a_batch_by_name_and_a_partial_take_declared_lengths():
-    """Only some columns may be declared. Control: the others are still compiled for each shape."""
-    losses, graphs = [], []
-    for eager in (False, True):
-        loss, seen = MeanLoss(), []
-        step = make_train_step(partial(declared(scored_of(loss)), 2.0), sgd(loss), 2, weight_fn=None, eager=eager)
-        for lengths, weights in (((5, 3), 1), ((4, 9), 1), ((4, 9), 2)):
-            before = compiled_graphs()
-            seen += [float(value) for value in step.epoch(
-                {"weights": np.ones(weights, np.float32), "labels": labels, "tokens": tokens}
-                for tokens, labels in batches_of(4, lengths))]
-            graphs.append(compiled_graphs() - before)
-        losses.append(seen)
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-    assert graphs[1] == 0 < graphs[2]
-
-
-@pytest.mark.slow
-def test_cached_representations_take_declared_lengths():
-    """As op by op."""
-    losses, graphs = [], []
-    for mode in ("jit", "pynative"):
-        loss, seen = MeanLoss(), []
-        encode = ms.enable_dynamic(tokens=LENGTH)(encode_of(loss))
-        with running(mode):
-            step = make_grad_cache_step(encode, spread, sgd(loss), 2, pieces=2)
-            for tokens, _ in batches_of(4, (5, 3, 4, 9)):
-                before = compiled_graphs()
-                seen.append(float(step(tokens)))
-                graphs.append(compiled_graphs() - before)
-        losses.append(seen)
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-    assert graphs[2:4] == [0, 0] != graphs[:2]
 
 
 def test_a_batch_that_contradicts_its_declaration_is_an_error_and_the_step_goes_on():

@@ -16,13 +16,6 @@ from ms_accum.steps.train_mode import TrainMode, networks_of
 BATCH = tensors(np.random.default_rng(0).normal(size=(6, 6)), np.arange(6) % 3)
 
 
-class Scaled(nn.Cell):
-    """A layer without a mode. `training` in its docstring changes nothing."""
-
-    def construct(self, x):
-        return 2.0 * x
-
-
 def with_layer(layer):
     weights = Tensor(np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3))
     return nn.SequentialCell(MLP(hidden=3), layer, nn.Dense(3, 3, weight_init=weights, bias_init="zeros"))
@@ -65,26 +58,6 @@ def test_evaluation_mode_is_warned_of_before_anything_is_compiled(driver, layer,
         step(*BATCH)
     assert f"is in evaluation mode, so its layer {name}" in str(warned.value).replace("_backbone.", "")
     assert compiled_graphs() == graphs
-
-
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize(("layer", "change"), [
-    (nn.BatchNorm1d(3), lambda network: network.set_train()),
-    (nn.BatchNorm1d(3), lambda network: (network.set_train(), network[1].set_train(False))),  # frozen on purpose
-    (nn.Dropout(p=0.0), lambda network: None), (Scaled(), lambda network: None)])
-def test_nothing_is_said_where_the_mode_is_right_or_makes_no_difference(layer, change):
-    """A network that is not trained, as a teacher, may be in evaluation mode, too. A second call says nothing."""
-    network, teacher = with_layer(layer), with_layer(nn.Dropout(p=0.5))
-    change(network)
-    teacher.update_parameters_name("teacher.")
-
-    def forward_fn(x, y):
-        return LOSS(network(x) + teacher(x), y)
-    step = make_train_step(forward_fn, sgd(network), 1)
-    with recorded_warnings() as said:
-        step(*BATCH)
-        step(*BATCH)
-    assert [str(one.message) for one in said if one.category is UserWarning] == []
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -178,16 +151,6 @@ def test_a_network_that_a_function_names_is_found(use):
         TrainMode((function,), other.trainable_params())
 
 
-def test_functions_that_name_no_network():
-    """Also one whose closure is not filled yet."""
-    def unfilled(x):
-        return later(x)
-
-    assert networks_of([unfilled, len, int]) == []
-    later = NETWORK
-    assert networks_of([unfilled]) == [later]
-
-
 def trained_by_a_helper(network):
     """A function that names no network itself."""
     hidden = ref(network)
@@ -241,70 +204,12 @@ def test_an_optimizer_of_another_network_is_an_error_before_anything_is_compiled
     made(*BATCH)
 
 
-@pytest.mark.usefixtures("uncompiled")
-def test_a_frozen_network_beside_one_that_nothing_can_find_is_no_error():
-    """A teacher whose student is hidden. Control: trainable, it is."""
-    teacher, student = MLP(), MLP(seed=1)
-    hidden = ref(student)
-
-    def forward_fn(x, y):
-        return LOSS(hidden()(x), y) + LOSS(teacher(x), y)
-
-    for parameter in student.trainable_params():
-        parameter.name = f"student.{parameter.name}"
-    step = make_train_step(forward_fn, sgd(student), 2, eager=True)
-    with pytest.raises(ValueError, match=r"without naming it, give it by network="):
-        step(*BATCH)
-    for parameter in teacher.get_parameters():
-        parameter.requires_grad = False
-    make_train_step(forward_fn, sgd(student), 2, eager=True)(*BATCH)
-
-
-class Jitted(nn.Cell):
-    """A network whose own `construct` is compiled."""
-
-    def __init__(self):
-        super().__init__()
-        self.drop, self.dense = nn.Dropout(p=0.9), nn.Dense(6, 3)
-
-    @ms.jit
-    def construct(self, x):
-        return self.dense(self.drop(x))
-
-
 def stepped(network):
     def forward_fn(x, y):
         return LOSS(network(x), y)
 
     network.set_train()
     return make_train_step(forward_fn, sgd(network), 2, eager=True), partial(forward_fn, *BATCH)
-
-
-def test_a_network_whose_construct_is_compiled_is_evaluated_in_evaluation_mode_and_trains_on():
-    """Whichever graph was compiled first. Controls: in training mode, Dropout draws other masks."""
-    for trains_first in (True, False):
-        network = Jitted()
-        step, loss = stepped(network)
-        if trains_first:
-            assert float(loss()) != float(loss())
-        assert step.evaluate([BATCH]) == step.evaluate([BATCH])
-        assert float(loss()) != float(loss())
-        assert network.training
-        assert network.drop.training
-
-
-@pytest.mark.usefixtures("uncompiled")
-def test_op_by_op_a_layer_that_was_replaced_is_evaluated_in_evaluation_mode():
-    """Then it is in its own mode again. Control: it draws masks in training."""
-    network = nn.SequentialCell(nn.Dropout(p=0.1), nn.Dropout(p=0.1), nn.Dense(6, 3))
-    step, loss = stepped(network)
-    step(*BATCH)
-    network[0], network[1] = nn.Dropout(p=0.5), nn.Dropout(p=0.9)
-    network.set_train()
-    network[0].set_train(False)
-    assert step.evaluate([BATCH]) == step.evaluate([BATCH])
-    assert float(loss()) != float(loss())
-    assert [layer.training for layer in network] == [False, True, True]
 
 
 def test_an_evaluation_that_fails_leaves_the_graphs_of_the_training(mode_named):
