@@ -155,7 +155,8 @@ DEFECTS = {
         loading_all_but("moments.first.bias"), {"save and resume"}, slow=True),
     "losses are doubled": Defect([(Driver, "__call__", twice_the_loss)], {"ragged windows"}, slow=True),
     "samples are not counted": Defect(
-        [(Window, "_count_seen", uncounted)], {"ragged windows"}, says="0 samples were counted, expected 24", slow=True),
+        [(Window, "_count_seen", uncounted)], {"ragged windows"}, says="0 samples were counted, expected 24",
+        slow=True),
     "an error of MindSpore": Defect(
         [(Window, "add", failing)], ALL, says="RuntimeError: no kernel for this", slow=True),
     # By hand, in pieces and with other losses, op by op.
