@@ -119,6 +119,13 @@ def test_ranks_send_values_on_the_host(left_by, launch, case):
             assert left["apart"].startswith("RanksDiffer: rank 1 and rank 0 differ in b: rank 0 has 0, rank 1 has 2")
 
 
+@every("resumed")
+def test_ranks_with_uneven_data_go_on_bit_for_bit(left_by, launch, case):
+    """Saved after an update, and in an open window, which is trained again."""
+    for found in left_by(case, launch):
+        assert all(ends == [0, 0] for ends in found.values()), found
+
+
 def test_zero_divides_state_and_buffers(left_by):
     """By two, but for padding."""
     for found in left_by("held"):
