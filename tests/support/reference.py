@@ -62,7 +62,7 @@ class Accumulation:
         self.zeros = [np.zeros_like(p) for p in self.parameters]  # a gradient
         self.update_step = self.skipped = self.skipped_in_row = self.closed_windows = self.empty_windows = 0
         self.grad_norm, self.window_weight, self.weight_of_updates, self.measured = None, 0.0, 0.0, []
-        self.reset()
+        self.begin()
 
     @property
     def weight_sum(self):
@@ -115,8 +115,12 @@ class Accumulation:
     def flush(self):
         return self.close_if(True)
 
-    def reset(self):
+    def begin(self):
         self.window, self.mini_step, self.skips = [], 0, 0
+
+    def reset(self):
+        self.begin()
+        self.skipped_in_row = 0
 
     def gradient(self):
         """Of the window."""
@@ -136,7 +140,7 @@ class Accumulation:
         self.grad_norm = None
         if applied:
             self.update(gradient)
-        self.reset()
+        self.begin()
 
     def accepts(self, gradient):
         return self.on_nonfinite != "skip_window" or self.is_finite(gradient)

@@ -219,12 +219,13 @@ class _Follow:
                     accumulating.train(case.batches(), at, at + 1)
                 driver.accumulator.reset()
                 self.alike = self.alike and not (case.by_hand and self.saved)
+                self.plain.reset()
                 self._go_on()
         self._compare("after the error")
 
     def _go_on(self):
         """Where the open window began."""
-        self.plain.reset()
+        self.plain.begin()
         if not self.case.by_hand:
             self.position = self.accumulating.boundary.status().trained
 

@@ -64,8 +64,8 @@ class Plain(reference.Undivided):
         counts = counts if self.case.pieces > 1 and counts.any() else np.ones(len(pieces))
         return loss, (batch[1], batch[3], np.average([piece[3].mean() for piece, _ in pieces], weights=counts))
 
-    def reset(self):
-        super().reset()
+    def begin(self):
+        super().begin()
         self.losses = []  # of the open window: (weight, loss)
 
     def value(self, batch):
