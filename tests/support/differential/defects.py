@@ -16,7 +16,7 @@ from ms_accum.core import window as window_of_core
 from ms_accum.core.boundary import Boundary
 from ms_accum.core.optimizers import Rates
 from ms_accum.core.stages import SkipMicrobatch
-from ms_accum.core.window import ADDED, ALONE, HELD, IN_ROW, WEIGHT, Window
+from ms_accum.core.window import ADDED, ALONE, HELD, IN_ROW, NOTHING, WEIGHT, Window
 from ms_accum.steps import train_step
 from ms_accum.steps.batch import starts_of
 from ms_accum.steps.forward import forward_of, training_of
@@ -90,9 +90,9 @@ def divided_by_microbatches(self, unit, weight):
 
 
 def emptied_but_for_the_weight(self):
-    kept = unstack(self.sums)[WEIGHT]
+    kept = unstack(self.sums)[WEIGHT] + 0.0
     counts = _close(self)
-    ops.assign_add(self.sums, ops.depend(stack((kept, *(self.nothing,) * (self.sums.shape[0] - 1))), counts))
+    ops.assign_add(self.sums, ops.depend(stack((kept, *(NOTHING,) * (self.sums.shape[0] - 1))), counts))
     return self.counts + 0
 
 
@@ -202,11 +202,11 @@ DEFECTS = {
     # The backward pass overflowed in float16.
     "the number of samples multiplies the loss": (
         {"driver": [*_CUT, "cell-pynative"], "level": ["O1", "O2", "O3", "auto"], "loss": "mse", "large": True,
-         "scaler": None, "pieces": 1, "on_nonfinite": "apply"},
+         "scaler": None, "pieces": 1, "aux": False},
         (*_WEIGHT_IN_LOSS, *everywhere(training_of, training_on_a_sum))),
     # A layer's gradient was not linear in that of the layer above it.
     "the number of samples reaches a bprop": (
-        {"driver": [*_CUT, "cell-pynative"], "backward_clip": True},
+        {"driver": [*_CUT, "cell-pynative"], "backward_clip": True, "aux": False},
         (*_WEIGHT_IN_LOSS, *everywhere(training_of, training_on_a_sum))),
     "the spread is squared before the loss scale is divided out": (
         {"noise_scale": True, "accumulate_step": 2, "clip_norm": None,

@@ -207,7 +207,7 @@ class _Follow:
         By hand, that window is lost.
         """
         case, accumulating, at = self.case, self.accumulating, self.position
-        before = accumulating.open_window()
+        before, held = accumulating.open_window(), self.plain.mini_step
         with accumulating.driver, pytest.raises((RuntimeError, ValueError)):
             accumulating.train(case.batches(failing_at=at), at, at + 1)
         recover()
@@ -221,6 +221,7 @@ class _Follow:
                 self.alike = self.alike and not (case.by_hand and self.saved)
                 self.plain.reset()
                 self._go_on()
+                assert case.by_hand or self.position == at - held
         self._compare("after the error")
 
     def _go_on(self):
