@@ -70,15 +70,10 @@ class Accumulation:
         return float(sum(weight for weight, _ in self.window))
 
     @property
-    def missing(self):
-        """Microbatches that the window needs, at least."""
-        if not hasattr(self.accumulate_step, "budget"):
-            return max(window_length(self.accumulate_step, self.update_step) - self.mini_step, 0)
-        return int(self.weight_sum < self.accumulate_step.budget and self.mini_step < self.accumulate_step.at_most)
-
-    @property
     def full(self):
-        return self.missing == 0
+        if not hasattr(self.accumulate_step, "budget"):
+            return self.mini_step >= window_length(self.accumulate_step, self.update_step)
+        return self.weight_sum >= self.accumulate_step.budget or self.mini_step >= self.accumulate_step.at_most
 
     def counters(self):
         """What a `Status` counts, by name."""
@@ -91,11 +86,8 @@ class Accumulation:
         return all(np.isfinite(g).all() for g in piece)
 
     def __call__(self, piece, weight=1.0):
-        self.add(piece, weight)
-        return self.close_if(self.full)
-
-    def add(self, piece, weight=1.0):
         self.add_pieces([(piece, weight)])
+        return self.close_if(self.full)
 
     def add_pieces(self, pieces):
         """One microbatch of (piece, weight), which counts once, whatever is skipped of it. Return what was taken."""

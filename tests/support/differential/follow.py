@@ -70,10 +70,11 @@ class Comparison:
 
     def window(self, facts, where):
         """What a window changes."""
-        self._parameters("", where, facts["parameters"], self.plain.parameters)
+        plain = self.plain
+        for p, path, *pair in zip(plain.loss.trainable_params(), plain.path, facts["parameters"], plain.parameters):
+            self.equal(f"{p.name} {where}", *pair, self._bound(p, path))
         got, expected = facts["state"], values(state_of(self.plain.optimizer))
-        assert len(got) == len(expected)
-        for i, (one, other) in enumerate(zip(got, expected)):
+        for i, (one, other) in enumerate(zip(got, expected, strict=True)):
             # A moment of a small gradient among large ones has their rounding errors.
             largest = np.abs(other).max(initial=0.0)
             self.equal(f"state {i} of the optimizer {where}", one, other, 10 * self.tolerance * largest)
@@ -87,10 +88,6 @@ class Comparison:
         moved = zip(self.plain.loss.trainable_params(), self.plain.path)
         bounds = [self._bound(p, path) / path for p, path in moved if path]
         assert min(bounds, default=1.0) < (1e-3 if self.case.exact else 0.3), f"too wide for the motion: {bounds}"
-
-    def _parameters(self, what, where, got, expected):
-        for one, other, p, path in zip(got, expected, self.plain.loss.trainable_params(), self.plain.path):
-            self.equal(f"{what}{p.name} {where}", one, other, self._bound(p, path))
 
     def _bound(self, parameter, path):
         # What is lost when an update is added to the parameter, in all updates so far and on both sides.
@@ -115,12 +112,13 @@ class _Follow:
         self.comparison = Comparison(case, self.plain)
 
     def run(self):
-        for end, event in ((self.case.error_at, self._error), (self.case.save_at, self._resume), (None, self._flush)):
-            if event == self._flush or end is not None:
-                self._train(end)
-                if self.over:
-                    return
-                event()
+        events = [(self.case.error_at, self._error), (self.case.save_at, self._resume)]
+        events = sorted(((at, act) for at, act in events if at is not None), key=lambda event: event[0])
+        for end, act in (*events, (None, self._flush)):
+            self._train(end)
+            if self.over:
+                return
+            act()
         if not self.over:
             self.comparison.require_motion()
             if self.saved and self.alike and self.case.optimizer not in LAST_BITS_VARY:
