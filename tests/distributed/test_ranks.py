@@ -68,7 +68,7 @@ CALLS = {
     "flush": f"{DIFFER}rank 0 flushes, with nothing trained since its last flush, .*; rank 1 begins an epoch with",
     "leave": f"{DIFFER}rank 0 begins an epoch with .*; rank 1 (closes|adds)",
     "save": f"{DIFFER}rank 0 (closes|adds) .*; rank 1 saves",
-    "flush inside": f"{DIFFER}rank 0 ends a flush of .*; rank 1 (closes|adds)|{DIFFER}rank 0 closes",
+    "flush inside": f"{DIFFER}rank 0 ends a flush of .*; rank 1 (closes|adds)|{DIFFER}rank 0 (closes|adds)",
     "evaluate": f"{DIFFER}rank 0 evaluates with .*; rank 1 begins an epoch",
     "parameter": f"RanksDiffer: rank 1 and rank 0 differ in parameters: 0.weight; .*{AGAIN}",
     "rate": "RanksDiffer: rank 1 and rank 0 differ in (parameters|learning rates): ",
