@@ -71,25 +71,6 @@ def test_an_accumulator_has_no_place_for_an_open_window():
         assert (weights(other) == end) == expected
 
 
-def test_a_step_takes_the_file_of_an_accumulator_and_the_other_way_round():
-    network, accumulator, train = by_hand()
-    for batch in BATCHES[:4]:
-        train(batch)
-    save_checkpoint(PATH, network, accumulator)
-    other = MLP(seed=1)
-    step = make_train_step(mean_loss(other), nn.Momentum(other.trainable_params(), 0.1, 0.9), 2, eager=True)
-    load_checkpoint(PATH, other, step)
-    for _ in step.epoch(BATCHES[4:], skip=0):
-        pass
-    save_checkpoint("d.safetensors", other, step)
-    for batch in BATCHES[4:]:
-        train(batch)
-    np.testing.assert_allclose(network.first.weight.asnumpy(), other.first.weight.asnumpy(), rtol=1e-5)
-    load_checkpoint("d.safetensors", network, accumulator)
-    assert weights(network) == weights(other)
-    assert accumulator.window.unit == 1  # a user's own graph holds it
-
-
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
