@@ -15,6 +15,8 @@ from support.protocols import KINDS
 from ms_accum import DataParallel, load_checkpoint, make_train_step, save_checkpoint, shard_parameters
 from ms_accum.selftest.networks import MLP
 
+pytestmark = pytest.mark.slow
+
 
 def data(rank):
     """Seven batches on rank 0, five on rank 1, of other sizes."""
