@@ -277,7 +277,7 @@ def test_weights_are_loaded_into_a_step_that_has_begun(form):
             step.flush()
 
 
-def test_weights_that_do_not_fit_or_are_no_copy():
+def test_weights_that_do_not_fit():
     network, step = build()
     own = {p.name: p.copy() for p in network.get_parameters()}
     save_checkpoint(PATH, network, step)
@@ -286,10 +286,8 @@ def test_weights_that_do_not_fit_or_are_no_copy():
             ("missing.ckpt", FileNotFoundError, "there is no checkpoint missing.ckpt; give a file that ms_accum"),
             ({**own, "first.weight": 1}, TypeError, "first.weight is of type int, expected a Tensor"),
             ({**own, "first.weight": Tensor([1.0])}, ValueError, r"first.weight is of shape \(1,\) in source, exp"),
-            ({"first.weight": own["first.weight"]}, ValueError, "first.bias is missing in source, expected shape"),
-            ({**own, "first.bias": Tensor(network.first.bias)}, ValueError, r"holds the memory of the network"),
-            ({**own, "first.bias": network.first.bias.asnumpy()}, ValueError, "keep copies, such as {p.name: p")]:
-        with pytest.raises(error, match=re.escape(message) if "copies" in message else message):
+            ({"first.weight": own["first.weight"]}, ValueError, "first.bias is missing in source, expected shape")]:
+        with pytest.raises(error, match=message):
             load_weights(source, network)
     with pytest.raises(ValueError, match=r"first.weight is of shape \(5, 6\) in c.safetensors, expected"):
         load_weights(PATH, MLP(hidden=4))

@@ -1,5 +1,4 @@
 """Resumed runs are bit-identical, wherever they were saved; places, rates, memory: each sentence held and broken."""
-import json
 import os
 from itertools import chain, repeat
 
@@ -477,11 +476,3 @@ def test_the_unit_of_weights_is_the_files_and_graphs_of_another_one_are_forgotte
     assert resumed(updates[1], *other) == end
     assert other[1].boundary.window.unit == 8
     assert other[1].boundary.graphs is not graphs
-
-
-def test_a_description_holds_what_a_run_needs_and_no_more(run):
-    with safe_open(run[3][5][0], "np") as file:
-        about = json.loads(file.metadata()["ms_accum"])
-    assert about.pop("given") == {"learning_rate": pytest.approx(0.01)}
-    about.pop("mindspore")
-    assert about == {"version": 7, "complex": [], "places": [[0, 4, 8.0]], "extra": None}
