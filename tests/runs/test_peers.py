@@ -68,7 +68,7 @@ def test_nothing_is_compiled_for_a_microbatch_without_rows(mode_named):
 def test_an_optimizer_may_clip_elements_and_leave_out_updates(mode_named):
     """As without accumulation, on the undivided batch. Controls: elements are clipped, and one update is left out."""
     (x, y), plain, network, after = batches([8])[0], MLP(), MLP(), []
-    expected, optimizer = (recipe("limits", "Careful")(one.trainable_params(), 0.1, 0.9) for one in (plain, network))
+    expected, optimizer = (recipe("recipes", "Careful")(one.trainable_params(), 0.1, 0.9) for one in (plain, network))
     cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), optimizer, 2)
     for scale in (1.0, 10.0, 1.0):
         mode_named("pynative")
