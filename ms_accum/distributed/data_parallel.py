@@ -36,11 +36,9 @@ class DataParallel:
     """Train each rank on its own part of the batch, with the same update on all ranks: `reducer=DataParallel()`.
 
     Start the script with `msrun`, and call `mindspore.communication.init()` first. Without `msrun`, or with one rank,
-    the same script accumulates on one device.
-
-    With `reduction="mean"`, the sum of the gradients of all ranks is divided by the weights of all ranks, so ranks may
-    hold different numbers of samples or tokens. With "sum", it is averaged over the ranks, as in PyTorch's
-    DistributedDataParallel.
+    the same script accumulates on one device. With `reduction="mean"`, the sum of the gradients of all ranks is divided
+    by the weights of all ranks, so ranks may hold different numbers of samples or tokens. With "sum", it is averaged
+    over the ranks, as in PyTorch's DistributedDataParallel.
 
     Ranks may have different numbers of microbatches: at the end of an epoch, a rank takes part in the exchanges of the
     others with weight 0 until no rank has data left. (A rank without any loops over `epoch([])`.) Otherwise, all make
@@ -48,41 +46,35 @@ class DataParallel:
     they are about to do: if that differs, all raise `RanksDiffer`, nothing is applied, and the run has to end. So do
     they if parameters, learning rates or other state of the optimizer differ, which is compared at each flush and save.
 
-    Only the optimizer's parameters are broadcast. Frozen parameters and statistics (e.g. of BatchNorm) are not
-    synchronized: give every rank the same seed or the same checkpoint for them.
+    Of the network, only the optimizer's parameters are broadcast: give every rank the same seed or checkpoint for
+    frozen ones, and for statistics (e.g. of BatchNorm), which are not synchronized.
 
     Args:
-        sync: When ranks exchange gradients. "window": once per window, when it closes; adding a microbatch needs no
-            communication. "microbatch": in each microbatch. "node": the ranks of a node exchange each microbatch, and
-            the nodes exchange once per window; each rank exchanges a part of the gradients with the ranks of the same
-            place in other nodes. None: "microbatch" with `zero=2`, else "window".
+        sync: When ranks exchange gradients. "window": once per window, when it closes. "microbatch": in each
+            microbatch. "node": the ranks of a node exchange each microbatch, and the nodes exchange once per window, of
+            which each rank takes a part. None: "microbatch" with `zero=2`, else "window".
         zero: Stage of ZeRO: what is divided among the n ranks. 0: nothing. 1 and 2 need an optimizer of
-            `shard_parameters(...)`: each rank updates 1/n of each parameter, and holds the optimizer's state for this
-            part only. 1: gradients are scattered when a window closes, and parameters are gathered after the update;
-            the traffic per window is that of `zero=0`. 2: the accumulated gradients are divided, too, and are scattered
-            in each microbatch; with `sync="node"`, among the ranks of a node, and once per window across nodes. A
-            backend without ReduceScatter (CPU) uses an AllReduce of which each rank keeps its part: the same memory,
-            more traffic.
+            `shard_parameters(...)`: each rank updates 1/n of each parameter, and holds the optimizer's state for it.
+            2: the accumulated gradients are divided, too, and are scattered in each microbatch; with `sync="node"`,
+            among the ranks of a node. On CPU, which has no ReduceScatter, an AllReduce takes its place.
         broadcast: Whether to copy the parameters from rank 0 at the start. If False, they must already be equal.
         bucket_mib: Size of the gradients in one collective, in mebibytes.
         ranks_per_node: With `sync="node"`: the number of ranks in each node, which have consecutive numbers. None: the
             number that msrun started on this host.
-        compare: Whether to compare values, by checksums: frozen parameters when a step is built; parameters, learning
-            rates and undivided state of the optimizer at the end of each flush (so of each epoch) and in each save.
+        compare: Whether to compare values, by checksums: frozen parameters when a step is built, and those above.
         elementwise: With `zero`: that an optimizer of your own updates each element without looking at others or at
             shapes. MindSpore's optimizers that do so are known by name.
 
     Raises:
         TypeError: If an argument is of the wrong kind or has an unknown name.
-        ValueError: If an argument is out of range, or `zero` does not fit `sync`. When the Accumulator is built: if
+        ValueError: If an argument is out of range, or `zero` does not fit `sync`. When the accumulator is built: if
             the optimizer does not fit `zero`, or `ranks_per_node` does not divide the number of ranks.
         RanksDiffer: When it is built, if ranks give different parameters, options or optimizers.
         RuntimeError: If msrun started several ranks and `init()` was not called.
 
     Source: "window" is `no_sync` of PyTorch's DistributedDataParallel (Li et al. 2020,
-    https://arxiv.org/abs/2006.15704) and of Colossal-AI's booster; "microbatch" is Colossal-AI's Gemini; `zero`
-    is ZeRO, stages 1 and 2 (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054), with accumulation between the
-    two exchanges of "node" (asked for in pytorch #126166).
+    https://arxiv.org/abs/2006.15704); `zero` is ZeRO, stages 1 and 2 (Rajbhandari et al. 2020,
+    https://arxiv.org/abs/1910.02054), with accumulation between the two exchanges of "node".
 
     Example:
         >>> from mindspore import nn
@@ -125,13 +117,9 @@ class DataParallel:
 
     def bind(self, optimizer: Callable, parameters: Sequence[Parameter], dtypes: Sequence[ms.Type],
              facts: Mapping[str, object]) -> OneDevice:
-        """Return the exchange of one accumulator. Raise an error if ranks give different settings, or one does not fit.
+        """Return the exchange of one accumulator: `parameters` are the optimizer's, `dtypes` those of its buffers.
 
-        Args:
-            optimizer: What updates.
-            parameters: Its parameters: whole ones, or slices.
-            dtypes: Of the buffers, if there are any.
-            facts: Settings that have to be equal on all ranks, by name.
+        `facts`: settings that have to be equal on all ranks, by name.
         """
         ranks, slices = world_size(), slices_among(parameters)
         if ranks == 1:
@@ -146,7 +134,7 @@ class DataParallel:
         on_host = get_local_rank_size() if self.ranks_per_node is None else self.ranks_per_node
         # A window of one microbatch, without buffers, is exchanged once in any case.
         inside = {"window": 1, "microbatch": ranks, "node": on_host}[str(self.sync)] if dtypes else 1
-        exchange = (Zero if self.zero else ManyRanks)(parameters, inside, self.compare)
+        exchange = (Zero if self.zero else ManyRanks)(parameters, inside, self.compare or not self.broadcast)
         exchange.require_alike(BUILD, {
             **{f"{name}= of DataParallel": value for name, value in vars(self).items()},
             "the number of ranks on their host": on_host if self.sync == "node" else "any",
@@ -166,10 +154,12 @@ class DataParallel:
         if self.zero == 2 and inside == 1 and dtypes:
             warn("zero=2 divides no buffers if each node has one rank; give zero=1", UserWarning, stacklevel=2)
         exchange.connect(exchanged, int(self.bucket_mib * MEBIBYTE))
-        if self.broadcast:
-            broadcast_parameters(whole)
-        else:
-            exchange.require_equal(BUILD, {"parameters": whole})
+        if not self.broadcast:
+            exchange.compare(BUILD, {"parameters": whole})
+        exchange.compares = self.compare
+        for parameter in whole if self.broadcast else ():
+            # Not set_data: a graph that is compiled already would keep the old values (MindSpore 2.10).
+            ops.assign(parameter, Tensor(exchange.sent(as_array(parameter)), parameter.dtype))
         return exchange
 
 
@@ -189,15 +179,6 @@ def exchange_of(reducer: Optional[DataParallel], optimizer: Callable, parameters
     if ranks > 1:
         warn(_ALONE.format(ranks), UserWarning, stacklevel=2)
     return OneDevice(parameters)
-
-
-def broadcast_parameters(parameters: Sequence[Parameter]) -> None:
-    """Copy the values of rank 0 to every rank."""
-    broadcast = ops.Broadcast(0)
-    for parameter in parameters:
-        # Not set_data: a graph that is compiled already would keep the old values (MindSpore 2.10). On CPU,
-        # Broadcast makes float32 of float16.
-        ops.assign(parameter, broadcast((parameter.value(),))[0].astype(parameter.dtype))
 
 
 def require_elementwise(optimizer: Any, declared: bool) -> None:
@@ -230,16 +211,13 @@ def shard_parameters(parameters: Any) -> Any:
         optimizer = nn.AdamWeightDecay(shard_parameters(network.trainable_params()), 1e-3)
         train_step = make_train_step(forward_fn, optimizer, accumulate_step=4, reducer=DataParallel(zero=1))
 
-    A slice is a flat Parameter of `ceil(size / ranks)` elements, padded with 0, with the dtype of the whole parameter.
-    Its attribute `whole` is the whole parameter. It has the name of the whole parameter until an Accumulator is built,
-    which adds the prefix "slice.". Filters by name, weight decay and learning rates of groups work as with whole
-    parameters; filter by shape before you call this function. With one rank, or without msrun, the argument is returned
-    unchanged, so the same script runs on one device.
+    A slice is a flat Parameter of `ceil(size / ranks)` elements, padded with 0, whose attribute `whole` is the whole
+    parameter. Filters by name, weight decay and learning rates of groups work as with whole parameters; filter by shape
+    before you call this function. With one rank, or without msrun, the argument is returned unchanged.
 
     The optimizer must treat each element by itself, as SGD, Adam and most others do. Optimizers that look at a whole
-    parameter (LARS, Lamb, AdaFactor) raise an error when the accumulator is built. Two kinds of optimizers give wrong
-    results without an error: those that copy values of parameters when they are built (rank 0's values arrive later),
-    and those that look at shapes (slices are flat).
+    parameter (LARS, Lamb, AdaFactor) raise an error when the accumulator is built. An optimizer that copies values of
+    parameters when it is built is wrong without an error: rank 0's values arrive later.
 
     Args:
         parameters: The parameters as for an optimizer: Parameters, or groups as dicts with "params" or "order_params".
@@ -248,8 +226,7 @@ def shard_parameters(parameters: Any) -> Any:
         TypeError: If an entry of `parameters` is anything else.
         RuntimeError: If msrun started several ranks and `init()` was not called.
 
-    Source: ZeRO (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054), stages 1 and 2; Colossal-AI's
-    `LowLevelZeroPlugin`.
+    Source: ZeRO (Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054), stages 1 and 2.
 
     Example:
         >>> from mindspore import nn

@@ -17,8 +17,11 @@ from mindspore import Parameter, Tensor
 from ..mindspore_api import jit_class
 from ..tensors import Gradients, Numbers, Scalar
 
-# What a rank is about to do: the first number of its row in a meeting.
+# What a rank is about to do: the first number of its row in a meeting, and the words for it in messages.
 BUILD, EPOCH, MICROBATCH, WINDOW, IDLE, FLUSHED, SAVE, LOAD, EVALUATE, STOP = range(1, 11)
+DOES = ("exchanges values of", "builds", "begins an epoch with", "adds a microbatch to", "closes a window of",
+        "flushes, with nothing trained since its last flush,", "ends a flush of", "saves", "loads a checkpoint for",
+        "evaluates with", "raises an error, which says why, for")
 
 
 def whole_of(parameter: Parameter) -> Parameter:

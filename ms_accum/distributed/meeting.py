@@ -10,8 +10,8 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
-from itertools import count
 from typing import Any, NoReturn
 from zlib import crc32
 
@@ -20,26 +20,8 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 
 from ..mindspore_api import GlobalComm, create_group, get_group_size, get_rank, jit_class
-from .exchange import (
-    BUILD,
-    EPOCH,
-    EVALUATE,
-    FLUSHED,
-    IDLE,
-    LOAD,
-    MICROBATCH,
-    SAVE,
-    STOP,
-    WINDOW,
-    OneDevice,
-    whole_of,
-)
+from .exchange import BUILD, DOES, EVALUATE, MICROBATCH, STOP, WINDOW, OneDevice, whole_of
 
-_DOES = {BUILD: "builds", EPOCH: "begins an epoch with", MICROBATCH: "adds a microbatch to",
-         WINDOW: "closes a window of", IDLE: "flushes, with nothing trained since its last flush,",
-         FLUSHED: "ends a flush of", SAVE: "saves", LOAD: "loads a checkpoint for", EVALUATE: "evaluates with",
-         STOP: "raises an error, which says why, for",
-         0: "exchanges values of"}
 _TAG, _NUMBER, _SUMS = slice(0, 3), 3, slice(4, 7)  # places in the row of a rank
 _PIECE = 2**22  # bytes that travel at once; each piece has the whole time that ranks wait for a late one
 _AGAIN = "start all ranks again from the last checkpoint"
@@ -52,7 +34,6 @@ _LATE = ("rank {} {}, but another rank does not come: it is late, has ended or h
          "ranks. A new shape on one rank keeps the others waiting while it compiles: the environment variable "
          "MS_CPU_COMM_OP_TIMEOUT (seconds) lets ranks on CPU wait longer. MindSpore says:\n{}")
 _EXCHANGE_FAILED = re.compile(r"Launch kernel failed.*(AllReduce|AllGather|ReduceScatter|Broadcast)")
-_graphs = count()
 _names: list[str] = []  # the first parameter of each accumulator that exchanges, in the order in which they were built
 _gathering: dict[str, Callable] = {}  # graphs that gather rows, by the group of ranks
 _groups: set[str] = set()
@@ -121,14 +102,8 @@ class Meeting(OneDevice):
 
     def compare(self, what: int, values: Mapping[str, Sequence[Parameter]]) -> None:
         """See `OneDevice`. Checksums of bits are compared, which waits for the device."""
-        if self.compares:
-            self.require_equal(what, values)
-        else:
-            self.meet(what)
-
-    def require_equal(self, what: int, values: Mapping[str, Sequence[Parameter]]) -> None:
-        """Compare values, whether or not ranks compare by default."""
-        self._require_alike(what, {f"{kind}: {p.name}": crc32(_bits(p)) for kind, several in values.items()
+        compared = values if self.compares else {}
+        self._require_alike(what, {f"{kind}: {p.name}": crc32(_bits(p)) for kind, several in compared.items()
                                    for p in several}, _VALUES)
 
     def gathered(self, value: Any) -> list[Any]:
@@ -163,11 +138,15 @@ class Meeting(OneDevice):
         """See `OneDevice`."""
         broadcast, own = ops.Broadcast(0), np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         found = np.empty_like(own)
+
+        def from_rank_0(bits: Tensor) -> Tensor:
+            return broadcast((bits,))[0]
+
         for start in range(0, own.size, _PIECE):
             piece = own[start:start + _PIECE]
             # Bits: on CPU, Broadcast makes float32 of float16.
             bits = Tensor(np.concatenate((piece, np.zeros(-piece.size % 4, np.uint8))).view(np.int32))
-            sent = self._exchanged(lambda bits=bits: broadcast((bits,))[0], 0)
+            sent = self._exchanged(partial(from_rank_0, bits), 0)
             found[start:start + _PIECE] = sent.view(np.uint8)[:piece.size]
         return found.view(value.dtype).reshape(value.shape)
 
@@ -178,7 +157,8 @@ class Meeting(OneDevice):
         if _ended:
             raise _ended[0]
         row = np.array([what, self.number, 0, number, *sums, 0], np.int32)
-        if 1 < self.inside < self.ranks:  # those of a node first, so that they find their own differences at once
+        # Those of a node first, so that they find their own differences at once; but not before all know their nodes.
+        if 1 < self.inside < self.ranks and what != BUILD:
             first = self.rank - self.rank % self.inside
             rows = self._rows(row, range(first, first + self.inside))
             row[_NUMBER] = rows[:, _NUMBER].max()
@@ -210,7 +190,7 @@ class Meeting(OneDevice):
 
     def _require_alike(self, what: int, facts: Mapping[str, Any], message: str) -> None:
         text = json.dumps(facts)
-        rows = self._meet(what, 0, np.frombuffer(sha256(text.encode()).digest()[:12], np.int32))
+        rows = self._meet(what, 0, np.frombuffer(sha256(text.encode()).digest()[:12], np.int32).tolist())
         if (rows[:, _SUMS] == rows[0, _SUMS]).all():
             return
         found = self.gathered(facts)
@@ -244,7 +224,8 @@ def _end(message: str) -> NoReturn:
 
 def _said(what: int, number: int, met: int = 0) -> str:
     name = f" ({_names[number]})" if 0 <= number < len(_names) else ""
-    return f"{_DOES.get(what, what)} accumulator {number}{name}{f' in meeting {met}' * bool(met)}"
+    does = DOES[what] if 0 <= what < len(DOES) else what
+    return f"{does} accumulator {number}{name}{f' in meeting {met}' * bool(met)}"
 
 
 def _listed(ranks: Any) -> str:
@@ -266,5 +247,5 @@ def _sum_in_a_graph(group: str) -> Callable:
     def rows(digits: Tensor) -> Tensor:
         return add(digits)
 
-    rows.__name__ = f"rows{next(_graphs)}"  # MindSpore warns when a second function of one name is compiled
+    rows.__name__ = f"rows{len(_gathering)}"  # MindSpore warns when a second function of one name is compiled
     return ms.jit(rows)

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from mindspore import Tensor
 from support.differential.accumulating import Accumulating
 from support.differential.cases import COMPILED, LEVELS, OP_BY_OP, WITH_AXIS, compose, near_plain, plain_case
-from support.differential.defects import DEFECTS, PUT_BACK, cases, put_back
+from support.differential.defects import DEFECTS, cases, put_back
 from support.differential.follow import follow
 from support.differential.networks import build_loss
 from support.differential.optimizers import build_optimizer
@@ -55,6 +55,7 @@ def stratified():
         if driver == "hand-pynative" and i >= second:
             fixed = {}
         fixed["empty_at"] = None if driver.startswith("model") else (0, None, 5)[i % 3]
+        fixed["loops"] = driver.startswith("step") and i // 5 % 2 == 0
         fixed["batch_axis"] = (i if driver in COMPILED else i // 5) % 2 if driver.startswith(WITH_AXIS) else 0
         if driver.startswith("step"):
             fixed.update(evaluate_at=(3, 0)[i // 5 % 2], rate_at=(1, 0, 2)[i % 3], rates="number")
@@ -143,7 +144,7 @@ def test_narrow_draws(defect, tmp_path_factory):
     follow_each(cases(defect), tmp_path_factory)
 
 
-@pytest.mark.parametrize("defect", PUT_BACK)
+@pytest.mark.parametrize("defect", DEFECTS)
 def test_each_defect_can_be_put_back(defect, monkeypatch):
     """What is replaced takes the same arguments as what takes its place, and comes back."""
     replaced = DEFECTS[defect][1]
@@ -157,8 +158,8 @@ def test_each_defect_can_be_put_back(defect, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.fresh_process(*PUT_BACK)  # after others in one process, a norm that is too small was not found
-@pytest.mark.parametrize("defect", PUT_BACK)
+@pytest.mark.fresh_process(*DEFECTS)  # after others in one process, a norm that is too small was not found
+@pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_that_is_put_back_is_found(defect, monkeypatch, tmp_path_factory):
     """Negative control of `test_narrow_draws`."""
     put_back(defect, monkeypatch)
@@ -196,11 +197,11 @@ def test_windows_of_one_are_bit_identical_to_the_plain_step(level, driver):
         return [p.asnumpy().tobytes() for p in cell.trainable_params()]
 
     step, accumulating, start = ms.jit(plain) if case.compiled else plain, Accumulating(case, case.seed), bits(loss)
-    for batch in case.batches(0):
+    for batch in case.batches():
         step(*map(Tensor, batch))
     with accumulating.driver:
-        accumulating.train(case.batches(0))
-    accumulator = accumulating.accumulator
-    assert [int(accumulator.update_step), int(accumulator.closed_windows)] == [UPDATES] * 2
+        accumulating.train(case.batches())
+    status = accumulating.boundary.status()
+    assert [status.update_step, status.closed_windows] == [UPDATES] * 2
     assert all(one != other for one, other in zip(start, bits(loss)))
     assert bits(accumulating.loss) == bits(loss)

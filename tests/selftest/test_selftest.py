@@ -16,8 +16,8 @@ from support.selftest_defects import ALL, DEFECTS, in_place
 
 from ms_accum import __main__ as cli
 from ms_accum import __version__
-from ms_accum.core import kernels
-from ms_accum.core.kernels import InPlace, Portable
+from ms_accum.core import window as windows
+from ms_accum.core.kernels import SWITCH, Portable
 from ms_accum.selftest import command, plain, test_kernels, test_memory_and_time
 from ms_accum.selftest.modes import running
 from ms_accum.selftest.training import BOUNDS, DRIVERS
@@ -145,7 +145,7 @@ def test_a_failure_is_in_the_table_the_file_and_the_exit_status(monkeypatch, cap
     assert found["flags"]["MS_ALLOC_CONF"] == "enable_vmm:True"
     assert {row["check"]: row["result"] for row in found["rows"]} == {
         check: FAILS if check == "incomplete window" else HOLDS for check in ALL}
-    assert found["kernels"] == "Portable"
+    assert found["in_place"] is False
 
 
 def test_kernels_in_place_are_compared_with_portable_ones(monkeypatch):
@@ -173,7 +173,7 @@ def test_fused_products_are_compared_where_they_are_switched_on(monkeypatch):
             fused()
         monkeypatch.setattr(test_kernels, "fused_products", lambda folder: 2)
         fused()
-        monkeypatch.setattr(kernels, "add_one", lambda factor, buffer, gradient: ops.assign_add(buffer, 2 * gradient))
+        monkeypatch.setattr(windows, "add_one", lambda factor, buffer, gradient: ops.assign_add(buffer, 2 * gradient))
         fused()
     assert off[0] < 1e-4
     assert off[1] == pytest.approx(1)
@@ -199,7 +199,7 @@ def test_memory_is_measured_where_mindspore_counts_it(monkeypatch, uncompiled):
     test_memory_and_time.test_bytes_per_parameter(found, "add", "float32", said.__setitem__)
     assert said == {"value": 9.0,
                     "message": "9.00 bytes per parameter at the peak; the plan is for kernels in place only"}
-    monkeypatch.setattr(test_memory_and_time, "kernels", InPlace)
+    monkeypatch.setenv(SWITCH, "1")
     test_memory_and_time.test_bytes_per_parameter(found, "update", "float32", said.__setitem__)
     assert said["message"] == "13.00 bytes per parameter at the peak; planned 12.00"
 

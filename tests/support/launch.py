@@ -47,8 +47,8 @@ def msrun(folder, count, script, *arguments):
 
 def _launch(folder, count, cases):
     command, environment = msrun(folder, count, rank_cases.__file__, *cases)
-    if cases[-1] == "failing":  # for that rank, nobody waits for more than 5 s
-        environment["MS_NODE_TIMEOUT"] = "5"
+    if cases[-1] == "failing":  # for that rank, nobody waits for more than 30 s
+        environment["MS_NODE_TIMEOUT"] = "30"
     if len(cases) > 1:  # ranks are late on busy cores, above all if they compile
         environment["MS_CPU_COMM_OP_TIMEOUT"] = "300"
     with _all_cores():

@@ -1,8 +1,7 @@
 """The oracle: gradient accumulation in slow, obvious NumPy and float64. Shares no code with the package."""
 import numpy as np
 
-COUNTERS = ("mini_step", "update_step", "skipped", "skipped_in_row", "closed_windows", "weight_sum", "window_weight",
-            "empty_windows")
+COUNTERS = ("update_step", "mini_step", "closed_windows", "skipped", "skipped_in_row", "empty_windows")
 
 
 def network(parameters, x):
@@ -51,7 +50,7 @@ class Accumulation:
     """Keeps every piece of the open window in a list, with its weight, and looks at them when the window closes.
 
     A piece is its gradients, one array for each parameter. `divisor`: what "sum" is divided by. `measures`: whether to
-    keep what the noise scale is measured by.
+    keep what the noise scale is measured by. `grad_norm`: that of the last window; None if it was dropped.
     """
 
     divisor, measures = 1.0, False
@@ -61,34 +60,29 @@ class Accumulation:
         self.optimizer, self.accumulate_step = optimizer, accumulate_step
         self.reduction, self.clip_norm, self.on_nonfinite = reduction, clip_norm, on_nonfinite
         self.zeros = [np.zeros_like(p) for p in self.parameters]  # a gradient
-        self.window, self.measured = [], []
-        self.mini_step = self.update_step = self.skipped = self.skipped_in_row = self.closed_windows = 0
-        self.empty_windows = 0
-        self.grad_norm, self.window_weight, self.weight_of_updates = np.nan, 0.0, 0.0
+        self.update_step = self.skipped = self.skipped_in_row = self.closed_windows = self.empty_windows = 0
+        self.grad_norm, self.window_weight, self.weight_of_updates, self.measured = None, 0.0, 0.0, []
+        self.reset()
 
     @property
     def weight_sum(self):
+        """The weights in the window: a skipped piece has none."""
         return float(sum(weight for weight, _ in self.window))
-
-    @property
-    def counted_weight(self):
-        """What a budget counts: of several weights, the mean."""
-        return float(sum(np.mean(weight) for weight, _ in self.window))
 
     @property
     def missing(self):
         """Microbatches that the window needs, at least."""
         if not hasattr(self.accumulate_step, "budget"):
             return max(window_length(self.accumulate_step, self.update_step) - self.mini_step, 0)
-        return int(self.counted_weight < self.accumulate_step.budget and self.mini_step < self.accumulate_step.at_most)
+        return int(self.weight_sum < self.accumulate_step.budget and self.mini_step < self.accumulate_step.at_most)
 
     @property
     def full(self):
         return self.missing == 0
 
     def counters(self):
-        """What an `Accumulator` counts, by name."""
-        return {**{name: getattr(self, name) for name in COUNTERS}, "seen": self.weight_of_updates}
+        """What a `Status` counts, by name."""
+        return {name: getattr(self, name) for name in COUNTERS}
 
     def gradients_of(self, piece):
         return [np.asarray(g, np.float64) for g in piece]
@@ -104,28 +98,25 @@ class Accumulation:
         self.add_pieces([(piece, weight)])
 
     def add_pieces(self, pieces):
-        """One microbatch of (piece, weight), which counts if a piece of it was taken."""
-        held = len(self.window)
-        for piece, weight in pieces:
-            judged = self.on_nonfinite == "skip_microbatch" and np.any(weight)
-            if judged and not self.is_finite(piece):
-                self.skipped, self.skipped_in_row = self.skipped + 1, self.skipped_in_row + 1
-            else:
-                self.skipped_in_row = 0 if judged else self.skipped_in_row
-                self.window.append((weight, piece))
-        self.mini_step += len(self.window) > held
+        """One microbatch of (piece, weight), which counts once, whatever is skipped of it. Return what was taken."""
+        taken = [(weight, piece) for piece, weight in pieces
+                 if self.on_nonfinite != "skip_microbatch" or weight == 0 or self.is_finite(piece)]
+        self.window += taken
+        self.skips += len(pieces) - len(taken)
+        self.mini_step += 1
+        return [piece for _, piece in taken]
 
     def close_if(self, condition):
-        closed = bool(condition and self.window)
-        if condition:
+        closed = bool(condition and self.mini_step)
+        if closed:
             self.apply()
         return closed
 
     def flush(self):
-        return self.close_if(len(self.window) > 0)
+        return self.close_if(True)
 
     def reset(self):
-        self.window, self.mini_step = [], 0
+        self.window, self.mini_step, self.skips = [], 0, 0
 
     def gradient(self):
         """Of the window."""
@@ -134,19 +125,17 @@ class Accumulation:
         return [sum((weight * g[i] for weight, g in counted), zero) / divisor for i, zero in enumerate(self.zeros)]
 
     def apply(self):
+        """Update with the window, or drop it: then at least one skip is counted."""
         gradient = self.gradient()
         self.window_weight = self.weight_sum
         self.closed_windows += 1
         self.empty_windows += self.weight_sum == 0
-        applied = (self.on_nonfinite == "apply" or self.weight_sum != 0) and self.accepts(gradient)
+        applied = self.on_nonfinite == "apply" or (self.weight_sum != 0 and self.accepts(gradient))
+        self.skipped += max(self.skips, 1 - applied)
+        self.skipped_in_row = 0 if applied else self.skipped_in_row + 1
+        self.grad_norm = None
         if applied:
             self.update(gradient)
-        else:
-            self.skipped += 1
-        if not applied:
-            self.skipped_in_row += 1
-        elif self.on_nonfinite == "skip_window":
-            self.skipped_in_row = 0
         self.reset()
 
     def accepts(self, gradient):
@@ -156,12 +145,13 @@ class Accumulation:
         if self.measures:
             self.measured.append([(np.concatenate([g.reshape(-1) for g in self.gradients_of(piece)]), weight)
                                   for weight, piece in self.window if weight != 0])
+        self.grad_norm = np.nan
         if self.clip_norm is not None:
             self.grad_norm = np.sqrt(sum((g ** 2).sum() for g in gradient))
             gradient = [g * np.minimum(1.0, self.clip_norm / (self.grad_norm + 1e-6)) for g in gradient]
         self.move(gradient)
         self.update_step += 1
-        self.weight_of_updates += self.counted_weight
+        self.weight_of_updates += self.weight_sum
 
     def move(self, gradient):
         self.parameters = self.optimizer(self.parameters, gradient)
@@ -180,7 +170,7 @@ class Undivided(Accumulation):
         return loss_and_gradients(self.parameters, *piece)[1]
 
     def gradient(self):
-        present = [piece for weight, piece in self.window if np.any(weight)]
+        present = [piece for weight, piece in self.window if weight]
         if not present:
             return self.zeros
         factor = self.weight_sum / self.divisor if self.reduction == "sum" else 1.0

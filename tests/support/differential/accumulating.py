@@ -1,14 +1,12 @@
 """The same run with ms_accum, under each of its drivers."""
 
 import mindspore as ms
-import numpy as np
 from mindspore import Tensor, amp, ops
 
-from ms_accum import DataParallel, load_checkpoint, save_checkpoint, shard_parameters
+from ms_accum import DataParallel, load_checkpoint, save_checkpoint
 from ms_accum.batch_size import GradientNoiseScale
-from ms_accum.core.optimizers import divided_state, own_name
 from ms_accum.selftest.comparing import values
-from support.drivers import Driver, counters
+from support.drivers import Driver
 
 from .networks import Transposed, Weighed, build_loss
 from .optimizers import build_optimizer, state_of
@@ -32,13 +30,11 @@ def once(*piece):
 
 def weight_fn_of(case):
     """What counts a piece."""
-    if case.weight == "returned":
-        return None
     if case.reduction == "sum":
         return once
-    if case.loss == "masked":
+    if case.loss == "masked" and case.weight != "returned":
         return mask_of
-    return {"samples": None, "number": samples_of, "tensor": tensor_samples_of}[case.weight]
+    return {"samples": None, "returned": None, "number": samples_of, "tensor": tensor_samples_of}[case.weight]
 
 
 class Accumulating:
@@ -51,25 +47,24 @@ class Accumulating:
         self.case = case
         per_row = case.row_weight if case.loss_reduction == "sum" else None
         self.loss = build_loss(case, seed, per_row)
-        options.setdefault("reducer", DataParallel() if case.seed % 3 else None)  # alike without other ranks
-        zero = getattr(options["reducer"], "zero", 0)
-        self.optimizer = build_optimizer(case, self.loss.trainable_params(), shard_parameters if zero else list)
+        self.optimizer = build_optimizer(case, self.loss.trainable_params())
         self.scaler = None
         if case.scaler is not None:
             kind, exponent, *window = case.scaler
             scale = 2.0**exponent
             self.scaler = amp.StaticLossScaler(scale) if kind == "static" else amp.DynamicLossScaler(scale, 2, *window)
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
-        settings = {
-            "clip_norm": case.clip_norm, "on_nonfinite": case.on_nonfinite,
-            "stages": () if self.noise_scale is None else (self.noise_scale,),
-            "buffer_dtype": getattr(ms, case.buffer_dtype or "", None), "loss_scaler": self.scaler, **options}
+        options = {"clip_norm": case.clip_norm, "on_nonfinite": case.on_nonfinite, "loss_scaler": self.scaler,
+                   "buffer_dtype": getattr(ms, case.buffer_dtype or "", None),
+                   "stages": () if self.noise_scale is None else (self.noise_scale,),
+                   "reducer": DataParallel() if case.seed % 3 else None, **options}  # alike without other ranks
         self.driver = Driver(
-            case.driver, self._forward(), self.optimizer, case.schedule, weight_fn_of(case), sink=bool(case.seed % 2),
-            divisor=float(case.accumulate_step) if case.reduction == "sum" else 1.0, reduction=case.reduction,
-            settings=settings, batch_axis=case.batch_axis, pieces=case.pieces, has_aux=case.aux,
-            loss_reduction=case.loss_reduction, has_weight=case.weight == "returned")
-        self.accumulator = self.driver.accumulator
+            case.driver, self._forward(), self.optimizer, case.schedule, weight_fn_of(case),
+            float(case.accumulate_step) if case.reduction == "sum" else 1.0, case.reduction, options,
+            loops=case.loops, sink=bool(case.seed % 2), batch_axis=case.batch_axis, pieces=case.pieces,
+            has_aux=case.aux, loss_reduction=case.loss_reduction, has_weight=case.weight == "returned")
+        self.boundary = self.driver.boundary
+        self.window = self.boundary.window
 
     def _forward(self):
         loss = Transposed(self.loss) if self.case.batch_axis else self.loss
@@ -94,58 +89,50 @@ class Accumulating:
         function.set_inputs(**given)
         return function
 
-    def train(self, batches, after=lambda loss, aux: None, last=False):
-        """Train on microbatches, and call `after(loss, aux)` after each. `last`: whether the epoch ends with them."""
+    def train(self, batches, skip=0, end=None, after=lambda loss, aux: None):
+        """Train on an epoch of microbatches, from number `skip` to `end`, and call `after(loss, aux)` after each.
+
+        If `end` is None, a model and a loop end the epoch.
+        """
         def read(result):
             """The loss and aux; or what a cell with a loss scaler says beside the loss."""
             losses, aux = result if self.case.aux else (result, ())
             losses = losses if isinstance(losses, (tuple, list)) else (losses,)
             loss, *self.said = [float(loss.asnumpy()) for loss in losses]
-            after(loss, self._turned(part.asnumpy() for part in aux or ()))
+            after(loss, self.turned(part.asnumpy() for part in aux or ()))
 
-        batches = [self._turned(batch) for batch in batches]
-        if self.driver.kind == "model":
-            self.driver.epoch(batches, read, flush=last)
-        else:
-            for batch in batches:
-                read(self.driver(*batch))
+        batches = [self.turned(batch) for batch in batches]
+        self.driver.epoch(batches, skip, None if end is None else end - skip, read)
 
     def evaluate(self, batches):
-        return self.driver.step.evaluate([self._turned(batch) for batch in batches])
+        return self.driver.step.evaluate([self.turned(batch) for batch in batches])
 
-    def _turned(self, arrays):
+    def turned(self, arrays):
         """Samples along `batch_axis`, or back."""
         return [array.T if self.case.batch_axis else array for array in arrays]
 
     def facts(self):
         """What is compared, as plain values."""
-        scaler, noise, accumulator = self.scaler, self.noise_scale, self.accumulator
+        scaler, noise = self.scaler, self.noise_scale
         return {
-            "counters": counters(accumulator), "grad_norm": float(accumulator.grad_norm),
-            "parameters": values(self.loss.trainable_params()), "state": self._whole_state(),
+            "status": self.boundary.status()._asdict(),
+            "parameters": values(self.loss.trainable_params()), "state": values(state_of(self.optimizer)),
             "noise": noise and [noise.noise, noise.gradient_squared],
             "scaler": scaler and [float(scaler.scale_value), int(getattr(scaler, "counter", 0))]}
 
-    def _whole_state(self):
-        return [np.array(array, np.float64) for array in map(self._whole, state_of(self.optimizer))]
-
-    def _whole(self, state):
-        """State as an array, without what fills up slices."""
-        wholes = divided_state(self.optimizer)
-        return self.accumulator.exchange.joined(state, wholes[id(state)]) if id(state) in wholes else state.asnumpy()
-
     def bits(self):
-        """Every bit of state."""
-        parameters = (*self.loss.get_parameters(), *state_of(self.optimizer), *self.accumulator.state.values())
-        return {own_name(self.optimizer, p.name): self._whole(p).tobytes() for p in parameters}
+        """Every bit of state, by name."""
+        window = self.window
+        state = {**dict(self.loss.parameters_and_names()), **self.boundary.rates.state, **window.state,
+                 "counts": window.counts, "sums": window.sums}
+        return {name: p.asnumpy().tobytes() for name, p in state.items()}
 
     def open_window(self):
         """Every bit of the window."""
-        state = (*self.accumulator.window.buffers, self.accumulator.weight_sum, self.accumulator.mini_step)
-        return [p.asnumpy().tobytes() for p in state]
+        return [p.asnumpy().tobytes() for p in (*self.window.buffers, self.window.counts, self.window.sums)]
 
     def save(self, path, position):
-        save_checkpoint(path, self.loss, self.accumulator, extra={"position": position})
+        save_checkpoint(path, self.loss, self.driver.accumulator, extra={"position": position})
 
     def load(self, path):
-        return load_checkpoint(path, self.loss, self.accumulator)["position"]
+        return load_checkpoint(path, self.loss, self.driver.accumulator)["position"]

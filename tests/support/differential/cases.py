@@ -12,7 +12,6 @@ from .optimizers import COMPILED_ONLY, LINEAR, NN, OPTIMIZERS, SCALE_FREE
 COMPILED = ("hand-jit", "step", "cell-graph", "model-graph")
 OP_BY_OP = ("hand-pynative", "step-pynative", "cell-pynative", "model-pynative")
 DECLARED = ("step", "cell-graph")  # take declared shapes
-BY_HAND = ("hand", "backward")
 DRIVERS = (*COMPILED, *OP_BY_OP)
 WITH_AXIS = ("step", "cell")  # take samples along another axis
 # MindSpore 2.10 on CPU fails by itself on these, or computes a gradient of 0.
@@ -29,7 +28,7 @@ PLAIN = {
     "clip_norm": None, "pieces": 1, "weight": "samples", "scaler": None, "on_nonfinite": "apply", "noise_scale": False,
     "event": "none", "nonfinite_at": None, "load_into": "fresh", "shapes": (6, 6), "count": 7, "seed": 1,
     "aux": False, "buffer_dtype": None, "empty_at": None, "batch_axis": 0, "loss_reduction": "mean", "declared": False,
-    "evaluate_at": None, "rate_at": None}
+    "evaluate_at": None, "rate_at": None, "loops": False}
 
 
 def plain_case(driver, **changes):
@@ -46,12 +45,12 @@ def near_plain(choose):
 class Case(namedtuple("Case", (
         "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates",
         "reduction", "accumulate_step", "clip_norm", "pieces", "weight", "scaler", "on_nonfinite", "noise_scale",
-        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "aux", "buffer_dtype", "sync",
-        "batch_axis", "loss_reduction", "declared", "evaluate_at", "rate_at"))):
-    """One run. Everything random in it comes from `seed`. `sync`: how several ranks exchange (`ranks.py`).
+        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "aux", "buffer_dtype",
+        "batch_axis", "loss_reduction", "declared", "evaluate_at", "rate_at", "loops"))):
+    """One run. Everything random in it comes from `seed`.
 
     `declared`: whether the number of rows is declared as dynamic. `evaluate_at`, `rate_at`: after which microbatch the
-    step evaluates, and the learning rate is set.
+    step evaluates, and the learning rate is set. `loops`: whether a step loops over `epoch`, or is called.
     """
 
     __slots__ = ()
@@ -62,7 +61,7 @@ class Case(namedtuple("Case", (
 
     @property
     def by_hand(self):
-        return self.driver.startswith(BY_HAND)
+        return self.driver.startswith("hand")
 
     @property
     def exact(self):
@@ -81,15 +80,14 @@ class Case(namedtuple("Case", (
             return until_weight(self.budget, at_most=self.accumulate_step[2])
         return dict(self.accumulate_step) if isinstance(self.accumulate_step, tuple) else self.accumulate_step
 
-    def batches(self, rank):
-        """The microbatches of a rank, of which odd ones have a row more, one without rows, and less of them."""
-        odd = rank % 2
-        return [self.batch(i, rank=rank) for i in range(len(self.sizes) - 3 * odd * (self.seed % 2))]
+    def batches(self, failing_at=None):
+        """The microbatches. The kernel of the loss raises an error for the one at `failing_at`."""
+        return [self.batch(i, failing=i == failing_at) for i in range(len(self.sizes))]
 
-    def batch(self, position, spoil=True, rank=0):
+    def batch(self, position, spoil=True, failing=False):
         """The microbatch at `position` as NumPy arrays `(x, ids, target, mask)`."""
-        rng = np.random.default_rng((self.seed, position, rank) if rank else (self.seed, position))
-        n = self.sizes[position] + rank % 2 * (self.reduction == "mean")
+        rng = np.random.default_rng((self.seed, position))
+        n = self.sizes[position]
         x = rng.normal(size=(n, FEATURES)).astype(np.float32)
         ids = rng.integers(0, WORDS, (n, 3)).astype(np.int32)
         classes = outputs(self.front, self.loss)
@@ -101,12 +99,11 @@ class Case(namedtuple("Case", (
         mask = (rng.random(n) < rng.choice([0.0, 0.6, 0.9], p=[0.2, 0.4, 0.4])).astype(np.float32)
         if position == 0:
             mask[:] = 1
-        if spoil and position == self.nonfinite_at and (self.sync is None or rank == 1) and n:
+        if spoil and position == self.nonfinite_at and n:
             x[rng.integers(n), 0] = np.nan
-        if spoil and position == self.error_at:
-            target[-1] = 99  # in the last piece, for which the kernel of the loss raises
-        rows = 0 if self.sync is not None and (position, rank) == (2, 1) and not self.driver.startswith("model") else n
-        return x[:rows], ids[:rows], target[:rows], mask[:rows]
+        if failing:
+            target[-1] = 99  # in the last piece
+        return x, ids, target, mask
 
     def evaluation(self):
         """Batches to evaluate: the first, the second and the last microbatch, of which one may be without rows."""
@@ -145,10 +142,9 @@ def compose(choose, **fixed):
             values[name] = options[0] if len(options) == 1 else choose(options)
         return values[name]
 
-    pick("sync", (None,))
     driver = pick("driver", DRIVERS)
     level = pick("level", LEVELS)
-    compiled, by_hand = driver in COMPILED, driver.startswith(BY_HAND)
+    compiled, by_hand = driver in COMPILED, driver.startswith("hand")
     exact = level in FLOAT32_LEVELS
     optimizer = pick("optimizer", _optimizers(level, compiled))
     scale_free = optimizer in SCALE_FREE
@@ -185,9 +181,7 @@ def compose(choose, **fixed):
     nonfinite_at = pick("nonfinite_at", (None, None, None, None, 1, 2, 3))
     measurable = reduction == "mean" and exact and nonfinite_at is None and not large
     pick("noise_scale", (False, True) if measurable else (False,))
-    # Not both in one batch: a piece that is skipped before the error counts, and the reference has no pieces.
-    errors = tuple(i for i in (2, 3) if i != nonfinite_at)
-    pick("error_at", errors if event in ("error", "both") and loss != "mse" else (None,))
+    pick("error_at", (2, 3) if event in ("error", "both") and loss != "mse" else (None,))
     pick("save_at", (1, 3, 4, 5) if event in ("save", "both") else (None,))
     pick("load_into", ("fresh", "used"))
     others = (least + 1, 4 * least) if event == "shapes" or not compiled else ()
@@ -209,6 +203,7 @@ def compose(choose, **fixed):
     pick("batch_axis", (0, 0, 1) if driver.startswith(WITH_AXIS) else (0,))
     pick("declared", (False, True) if driver in DECLARED and sizes.count(sizes[0]) < len(sizes) else (False,))
     steps = driver.startswith("step")  # which evaluate, and set a rate
+    pick("loops", (False, True) if steps else (False,))
     pick("evaluate_at", (None, 0, 3) if steps else (None,))
     # What a load sets again is set before the save.
     places = range(4 if values["save_at"] is None else values["save_at"])

@@ -7,18 +7,21 @@ import random
 import sys
 from typing import NamedTuple
 
-import numpy as np
+import mindspore as ms
 from mindspore import Tensor, ops
 
-from ms_accum.core import optimizers
+from ms_accum.batch_size.noise_scale import GradientNoiseScale
+from ms_accum.core import boundary, optimizers
 from ms_accum.core import window as window_of_core
-from ms_accum.core.boundary import require_whole
+from ms_accum.core.boundary import Boundary
+from ms_accum.core.optimizers import Rates
 from ms_accum.core.stages import SkipMicrobatch
-from ms_accum.core.window import Window
+from ms_accum.core.window import ADDED, ALONE, HELD, IN_ROW, WEIGHT, Window
 from ms_accum.steps import train_step
-from ms_accum.steps.batch import Loss, starts_of
-from ms_accum.steps.pieces import End, Pieces
-from ms_accum.tensors import square_sum
+from ms_accum.steps.batch import starts_of
+from ms_accum.steps.forward import forward_of, training_of
+from ms_accum.steps.pieces import in_pieces
+from ms_accum.tensors import cast, square_sum, stack, unstack
 
 from .cases import compose
 
@@ -39,63 +42,58 @@ def everywhere(function, other):
 
 
 # What is replaced. Names of their own: a method that calls a function of its own name recurses without end in a graph.
-_add, _alone, _apply, _empty, _adopt = Window.add, Window.update_alone, Window.update_with, Window.empty, Window.adopt
-_restored, _judged = vars(Window)["_restored"], vars(Window)["_judged"]
-_scaled, _gradients_of, _end = Loss.scaled, Loss.gradients_of, End.__call__
-_placed, _weigh = vars(optimizers)["_placed_state"], SkipMicrobatch.weigh
-_evaluated, _set_rates, _differentiated = Pieces.evaluated, optimizers.set_rates, Loss.differentiated
-_options = optimizers.options_of_groups
+_close, _numbers, _of_last_update = Window.close, vars(Window)["_numbers"], Boundary.of_last_update
+_weigh, _measure, _held = SkipMicrobatch.weigh, GradientNoiseScale.measure, vars(optimizers)["_held"]
+_looked_at, _set_rates, _init_rates = train_step.looked_at, Rates.set, Rates.__init__
 
 
 # The number of samples multiplies the loss, and gradients are not weighted a second time.
 
-def loss_times_samples(self, weight, *piece):
-    value, loss, aux = _scaled(self, weight, *piece)
-    return value * piece[0].shape[0], loss, aux
+def training_on_a_sum(window, functions, stream, closes):
+    def times_samples(*piece):
+        return functions.forward_fn(*piece) * piece[0].shape[0]
+
+    train = training_of(window, functions._replace(forward_fn=times_samples), stream, closes)
+
+    def train_on_a_sum(rows, piece, after):
+        found = train(rows, piece, after)
+        return found[0] / piece[0].shape[0], found[1], found[2]
+
+    return train_on_a_sum
 
 
-def added_without_weight(self, gradients, weight, factor=None, active=1, ends=0, begun=True):
-    return _add(self, gradients, weight, 1.0, active, ends, begun)
+def factor_without_weight(self, weight):
+    return 1.0 / (self.unit or 1.0)
 
 
-def updated_in_unit_one(self, gradients, weight, factor=None):
-    return _alone(self, gradients, weight, 1.0)
+def numbers_of_a_sum(self, weight, loss, taken):
+    return weight, cast(loss, ms.float32), 1.0, 0.0
 
 
-_WEIGHT_IN_LOSS = (Replaced(Loss, "scaled", loss_times_samples), Replaced(Window, "add", added_without_weight),
-                   Replaced(Window, "update_alone", updated_in_unit_one))
+def alone_in_unit_one(self, gradients, weight, loss):
+    return self.update_with(gradients, 1.0, numbers_of_a_sum(self, weight, loss, 1.0), ALONE)
 
 
-# The loss scale.
-
-def as_they_are(self, gradients):
-    return gradients
-
-
-def divided_in_the_unit(self, window):
-    window["unit"] = window["unit"] / self.stages[0].scaler.scale_value
-    _apply(self, window)
-
-
-def restored_once(self, gradients, unit, numbers, measured, own, buffered):
-    return _judged(self, _restored(self, gradients), unit, numbers, measured, own, buffered)
+_WEIGHT_IN_LOSS = (Replaced(Window, "factor_of", factor_without_weight), Replaced(Window, "alone", alone_in_unit_one),
+                   Replaced(Window, "_numbers", numbers_of_a_sum))
 
 
 # Windows.
 
-def divided_by_microbatches(self, window):
-    window["weight"] = window["microbatches"]
-    _apply(self, window)
+def spread_of_the_scaled_loss(self, gradients, factor, weight):
+    spread, one = _measure(self, gradients, 1.0, weight)
+    return spread * factor * factor, one
 
 
-def emptied_but_for_the_weight(self, buffers=True):
-    kept = self.weight_sum + 0.0
-    _empty(self, buffers)
-    ops.assign(self.weight_sum, kept)
+def divided_by_microbatches(self, unit, weight):
+    return unit / cast(unstack(self.counts)[HELD], ms.float32)
 
 
-def adopted_as_they_are(self, loaded):
-    _adopt(self, self.unit if self.unit_is_fixed or self.is_in_use else loaded)
+def emptied_but_for_the_weight(self):
+    kept = unstack(self.sums)[WEIGHT]
+    counts = _close(self)
+    ops.assign_add(self.sums, ops.depend(stack((kept, *(self.nothing,) * (self.sums.shape[0] - 1))), counts))
+    return self.counts + 0
 
 
 def square_sum_of_the_sum(gradients, factor=1.0):
@@ -103,35 +101,47 @@ def square_sum_of_the_sum(gradients, factor=1.0):
 
 
 def taken_in_any_case(self, gradients, weight):
-    return _weigh(self, gradients, weight)[0], 1
+    return weight, _weigh(self, gradients, weight)[1]
 
 
-def counted_under_a_name(self, window):
-    """What `Window.update_with` does with a window of one microbatch; not every branch uses the name of the count."""
-    factor = window["unit"] / window["weight"]
-    step = ops.assign_add(self.update_step, 1)
-    if isinstance(factor, Tensor):
-        factor = ops.depend(factor, step)
-    self.count_seen(window["weight"])
-    self.optimizer(self.of_copies.scale(factor, window["gradients"], self.dtypes))
-    ops.assign_add(self.closed_windows, 1)
+def sum_of_means(self, weight, loss, taken):
+    numbers = _numbers(self, weight, loss, taken)
+    return (weight, cast(loss, ms.float32), *numbers[2:]) if loss is not None else numbers
 
 
-# State and errors.
+# State, places and errors.
 
-def placed_outside_of_lists(optimizer):
-    return [(place, parameter) for place, parameter in _placed(optimizer) if "[" not in place]
+def held_outside_of_lists(value):
+    return [] if isinstance(value, list) else _held(value)
 
 
-def never_required(unfinished):
+def never_required(mark):
     pass
+
+
+def of_this_moment(self):
+    counts, sums, held = _of_last_update(self)
+    counts[ADDED] += held
+    return counts, sums, held
+
+
+def reset_where_it_is(self):
+    self.missing, self.is_closed = None, False
+    counts, sums = self._copies()
+    counts[IN_ROW] = 0
+    self.window.empty(counts, sums, 1)
 
 
 # Pieces and sums.
 
-def summed_over_pieces(self, totals, *results):
-    joined = _end(self, totals, *results)
-    return (joined[0] * self.pieces, *joined[1:])
+def losses_added_up(train, compiled, samples, cut, pieces, has_aux, batch_axis):
+    step = in_pieces(train, compiled, samples, cut, pieces, has_aux, batch_axis)
+
+    def added_up(*batch):
+        found = step(*batch)
+        return (found[0] * pieces, found[1]) if has_aux else found * pieces
+
+    return added_up
 
 
 def full_pieces(samples, pieces):
@@ -139,39 +149,49 @@ def full_pieces(samples, pieces):
     return [(min(start, samples - spans[0][1]), spans[0][1]) for start, _ in spans]
 
 
-def sums_that_are_weighed(self, rows, piece, begins):
-    found = _gradients_of(self, rows, piece, begins)
-    return {"loss": found["loss"], "aux": found["aux"], "gradients": found["gradients"], "weight": found["weight"],
-            "factor": None}
+def factor_by_weight(self, weight):
+    return weight / (self.unit or 1.0)
 
 
-def streamed_by_weight(self, grad_fn, factor, *arguments):
-    return _differentiated(self, grad_fn, arguments[0], *arguments)
+def alone_by_weight(self, gradients, weight, loss):
+    return self.update_with(gradients, weight, _numbers(self, weight, loss, 1.0), ALONE)
 
 
-def weight_is_one(self, rows, piece, begins):
-    found = _gradients_of(self, rows, piece, begins)
-    if self.has_weight:
-        found["weight"] = ops.ones_like(found["weight"])
-    return found
+def forward_of_weight_one(functions):
+    forward = forward_of(functions)
+
+    def forward_with_weight_one(weight, *piece):
+        found = forward(weight, *piece)
+        return found[0], ops.ones_like(found[1]) if functions.has_weight else found[1], found[2]
+
+    return forward_with_weight_one
 
 
 # Evaluation and rates.
 
-def mean_of_batches(self, *batch):
-    total, count = _evaluated(self, *batch)
-    return np.array([total / (count or 1.0), count != 0])
+def look_at_means(look, compiled, samples, cut, pieces, batch_axis, is_dynamic):
+    looked = _looked_at(look, compiled, samples, cut, pieces, batch_axis, is_dynamic)
+
+    def mean_of_a_batch(*batch):
+        total, weight = looked(*batch).asnumpy()
+        return Tensor([total / (weight or 1.0), weight != 0], ms.float32)
+
+    return mean_of_a_batch
 
 
-def first_rate_for_all(optimizer, given):
-    return _set_rates(optimizer, given[0] if isinstance(given, (list, tuple)) else given)
+def first_rate_for_all(self, given):
+    _set_rates(self, given[0] if isinstance(given, (list, tuple)) else given)
 
 
-def options_without_rates(optimizer):
-    return [{name: value for name, value in group.items() if "lr" not in name} for group in _options(optimizer)]
+def rates_as_numbers(self, optimizer):
+    _init_rates(self, optimizer)
+    for group, given in self._groups:
+        if "lr_float" in group:
+            group["lr_float"] = given["lr_float"] = float(group["lr"])
 
 
 _STEPS = ["step-pynative", "cell-pynative", "hand-pynative", "step"]
+_CUT = ["step-pynative", "step"]
 # What is fixed where a draw does not say otherwise.
 _NARROW = {
     "driver": _STEPS, "level": "none", "front": "dense", "norm": "none", "backward_clip": False, "loss": "mean",
@@ -181,34 +201,39 @@ _NARROW = {
 DEFECTS = {
     # The backward pass overflowed in float16.
     "the number of samples multiplies the loss": (
-        {"level": ["O1", "O2", "O3", "auto"], "loss": "mse", "large": True, "scaler": None, "pieces": 1},
-        _WEIGHT_IN_LOSS),
+        {"driver": [*_CUT, "cell-pynative"], "level": ["O1", "O2", "O3", "auto"], "loss": "mse", "large": True,
+         "scaler": None, "pieces": 1, "on_nonfinite": "apply"},
+        (*_WEIGHT_IN_LOSS, *everywhere(training_of, training_on_a_sum))),
     # A layer's gradient was not linear in that of the layer above it.
-    "the number of samples reaches a bprop": ({"backward_clip": True}, _WEIGHT_IN_LOSS),
-    "the loss scale is divided out after the norm": (
-        {"clip_norm": 0.1, "scaler": [("static", 70), ("static", 100), ("static", 120)]},
-        (Replaced(Window, "_restored", as_they_are), Replaced(Window, "update_with", divided_in_the_unit))),
+    "the number of samples reaches a bprop": (
+        {"driver": [*_CUT, "cell-pynative"], "backward_clip": True},
+        (*_WEIGHT_IN_LOSS, *everywhere(training_of, training_on_a_sum))),
     "the spread is squared before the loss scale is divided out": (
         {"noise_scale": True, "accumulate_step": 2, "clip_norm": None,
          "scaler": [("static", 62), ("static", 70), ("static", 100)]},
-        (Replaced(Window, "_restored", as_they_are), Replaced(Window, "_judged", restored_once))),
+        (Replaced(GradientNoiseScale, "measure", spread_of_the_scaled_loss),)),
     "state in lists is not in a checkpoint": (
         {"optimizer": ["optim.NAdam", "optim.ASGD"], "event": "save", "save_at": 4, "accumulate_step": 2,
          "groups": False, "clip_norm": None},
-        (Replaced(optimizers, "_placed_state", placed_outside_of_lists),)),
+        (Replaced(optimizers, "_held", held_outside_of_lists),)),
+    "a file holds the place of this moment": (
+        {"driver": [*_CUT, "cell-pynative"], "event": "save", "save_at": 4, "accumulate_step": 3},
+        (Replaced(Boundary, "of_last_update", of_this_moment),)),
     "pieces before an error stay": (
-        {"driver": ["step-pynative", "step"], "pieces": [2, 3], "event": "error", "accumulate_step": 3},
-        everywhere(require_whole, never_required)),
+        {"driver": _CUT, "pieces": [2, 3], "event": "error", "error_at": 2, "accumulate_step": 3},
+        (Replaced(boundary, "_require_whole", never_required),)),
+    "a reset after an error leaves the place": (
+        {"driver": _CUT, "pieces": [2, 3], "event": "error", "error_at": 2, "accumulate_step": 3},
+        (Replaced(Boundary, "reset", reset_where_it_is),)),
     "the window is divided by its microbatches": (
         {"event": "shapes", "accumulate_step": 3, "weight": ["samples", "number", "tensor"]},
-        (Replaced(Window, "update_with", divided_by_microbatches),)),
+        (Replaced(Window, "_normalised", divided_by_microbatches),)),
     "the weight sum is not emptied": (
         {"event": "shapes", "accumulate_step": 3, "weight": ["samples", "number", "tensor"]},
-        (Replaced(Window, "empty", emptied_but_for_the_weight),)),
-    "loaded buffers keep the unit of another run": (
-        {"driver": ["step-pynative", "cell-pynative", "step"], "weight": ["samples", "number"], "event": "save",
-         "save_at": 4, "load_into": "used", "accumulate_step": 3, "sizes": (9, 5, 9, 9, 5, 9)},
-        (Replaced(Window, "adopt", adopted_as_they_are),)),
+        (Replaced(Window, "close", emptied_but_for_the_weight),)),
+    "the loss of a window is the sum of its microbatches'": (
+        {"driver": [*_CUT, "cell-pynative"], "event": "shapes", "accumulate_step": 3},
+        (Replaced(Window, "_numbers", sum_of_means),)),
     "the norm is that of the sum": (
         {"clip_norm": 0.1, "accumulate_step": 2},
         (Replaced(window_of_core, "square_sum", square_sum_of_the_sum),)),
@@ -216,36 +241,30 @@ DEFECTS = {
         {"nonfinite_at": 1, "accumulate_step": 2, "pieces": 1, "on_nonfinite": "skip_microbatch"},
         (Replaced(SkipMicrobatch, "weigh", taken_in_any_case),)),
     "the loss of a batch is the sum of its pieces'": (
-        {"driver": ["step-pynative", "step"], "pieces": [2, 3], "accumulate_step": 2, "shapes": (7, 7)},
-        (Replaced(End, "__call__", summed_over_pieces),)),
+        {"driver": _CUT, "pieces": [2, 3], "accumulate_step": 2, "shapes": (7, 7)},
+        everywhere(in_pieces, losses_added_up)),
     "the short last piece counts as a full one": (
-        {"driver": ["step-pynative", "step"], "pieces": [2, 3], "accumulate_step": 2, "shapes": (7, 7)},
+        {"driver": _CUT, "pieces": [2, 3], "accumulate_step": 2, "shapes": (7, 7)},
         everywhere(starts_of, full_pieces)),
     "the gradient of a sum is weighed": (
         {"driver": ["step-pynative", "cell-pynative", "step"], "loss_reduction": "sum", "event": "shapes",
          "accumulate_step": [3, 1], "weight": "tensor", "loss": "mean"},
-        (Replaced(Loss, "gradients_of", sums_that_are_weighed),
-         Replaced(Loss, "differentiated", streamed_by_weight))),
+        (Replaced(Window, "factor_of", factor_by_weight), Replaced(Window, "alone", alone_by_weight))),
     "the weight that is returned does not count": (
         {"driver": ["step-pynative", "cell-pynative", "step"], "weight": "returned", "event": "shapes",
          "accumulate_step": 3, "pieces": 1},
-        (Replaced(Loss, "gradients_of", weight_is_one),)),
-    "a graph drops the count of updates": (
-        {"driver": "step", "accumulate_step": 1, "clip_norm": None, "scaler": None, "pieces": 1},
-        (Replaced(Window, "update_with", counted_under_a_name),)),
+        everywhere(forward_of, forward_of_weight_one)),
     "an evaluation is the mean of its batches' means": (
-        {"driver": ["step-pynative", "step"], "evaluate_at": [0, 3], "event": "shapes",
-         "weight": "tensor"},
-        (Replaced(Pieces, "evaluated", mean_of_batches),)),
+        {"driver": _CUT, "evaluate_at": [0, 3], "event": "shapes", "weight": "tensor"},
+        (Replaced(train_step, "looked_at", look_at_means),)),
     "the first group's rate is set for all": (
-        {"driver": ["step-pynative", "step"], "groups": True, "rates": "number", "rate_at": [0, 1],
+        {"driver": _CUT, "groups": True, "rates": "number", "rate_at": [0, 1],
          "optimizer": ["optim.SGD", "nn.Adam", "optim.AdamW"]},
-        (Replaced(train_step, "set_rates", first_rate_for_all),)),
+        (Replaced(Rates, "set", first_rate_for_all),)),
     "a graph keeps the rate": (
         {"driver": "step", "optimizer": "mint.SGD", "rate_at": 1, "accumulate_step": 2},
-        everywhere(optimizers.options_of_groups, options_without_rates)),
+        (Replaced(Rates, "__init__", rates_as_numbers),)),
 }
-PUT_BACK = [name for name, (_, changes) in DEFECTS.items() if changes]
 
 
 def put_back(defect, monkeypatch):

@@ -1,4 +1,6 @@
 """Train a Case both ways and compare after each microbatch."""
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -16,8 +18,8 @@ SLOWER = 0.3  # of a learning rate that is set
 
 def follow(case, folder):
     """Raise AssertionError where ms_accum and plain MindSpore disagree. Return how many arrays were compared."""
-    following = _Follow(case, folder)
     try:
+        following = _Follow(case, folder)
         following.run()
     except BaseException:
         recover()
@@ -48,21 +50,23 @@ class Comparison:
             pytest.fail(f"{what}{[*map(int, worst)]}: got {got[worst]}, plain training has {expected[worst]}; "
                         f"allowed is a difference of {bound}")
 
-    def counters(self, facts, where, without=(), **more):
-        """What is counted after a microbatch. `more`: what this run has more of."""
-        got, expected = dict(facts["counters"]), self.plain.counters()
-        for name, extra in more.items():
-            expected[name] += extra
-        seen = got.pop("seen"), expected.pop("seen")
-        if "seen" not in without:
-            self.equal(f"seen {where}", *seen, 0.5 + 1e-6 * seen[1])  # rounded when it is read
-        expected = {name: value for name, value in expected.items() if name not in without}
-        got = {name: got[name] for name in expected}
-        assert got == pytest.approx(expected, rel=1e-6), where
+    def status(self, facts, where, position, epochs):
+        """What is counted, and the numbers of the last window. `position`: microbatches trained in this epoch."""
+        got, plain = facts["status"], self.plain
+        assert {name: got[name] for name in plain.counters()} == plain.counters(), where
+        if not self.case.by_hand:
+            assert (got["epochs"], got["trained"]) == (epochs, position), where
+        self.equal(f"seen {where}", got["seen"], plain.weight_of_updates, 0.5 + 1e-6 * plain.weight_of_updates)
+        assert got["weight"] == pytest.approx(plain.window_weight, rel=1e-6), where
         if facts["scaler"] is not None:
-            assert facts["scaler"] == [self.plain.scale, self.plain.finite_windows], where
-        norm = self.plain.grad_norm
-        self.equal(f"grad_norm {where}", facts["grad_norm"], norm, self.tolerance * norm)
+            assert facts["scaler"] == [plain.scale, plain.finite_windows], where
+        if plain.grad_norm is not None:
+            self.equal(f"grad_norm {where}", got["grad_norm"], plain.grad_norm, self.tolerance * plain.grad_norm)
+        if not self.case.by_hand:
+            self.loss(f"loss of the window {where}", got["loss"], plain.window_loss)
+
+    def loss(self, what, got, expected):
+        self.equal(what, got, expected, self.tolerance * max(abs(expected), self.case.factor))
 
     def window(self, facts, where):
         """What a window changes."""
@@ -105,31 +109,27 @@ class Comparison:
 class _Follow:
     def __init__(self, case, folder):
         self.case, self.folder = case, folder
-        self.position, self.over = 0, False
-
-    def run(self):
-        case = self.case
+        self.position, self.epochs, self.over, self.alike, self.saved = 0, 0, False, True, None
+        self.between = [(case.evaluate_at, self._evaluate), (case.rate_at, self._set_rate)]
         self.plain, self.accumulating = Plain(case), Accumulating(case, case.seed)
         self.comparison = Comparison(case, self.plain)
-        for end in sorted({case.error_at, case.save_at, len(case.sizes)} - {None}):
-            if self.position < end:
-                with self.accumulating.driver:
-                    batches = [case.batch(i) for i in range(self.position, end)]
-                    self.accumulating.train(batches, self._after, last=end == len(case.sizes))
-            if self.over:
-                return
-            assert self.position >= end
-            if end == case.error_at:
-                self._error()
-            if end == case.save_at:
-                self._resume()
-        self._flush()
+
+    def run(self):
+        for end, event in ((self.case.error_at, self._error), (self.case.save_at, self._resume), (None, self._flush)):
+            if event == self._flush or end is not None:
+                self._train(end)
+                if self.over:
+                    return
+                event()
         if not self.over:
             self.comparison.require_motion()
-            # A run that was used before has its own unit of weights, and an error after the save resets it.
-            alike = case.load_into == "fresh" and (case.error_at or 0) <= (case.save_at or 0)
-            if case.save_at is not None and alike and case.optimizer not in LAST_BITS_VARY:
+            if self.saved and self.alike and self.case.optimizer not in LAST_BITS_VARY:
                 self._require_same_bits()
+
+    def _train(self, end):
+        if end is None or self.position < end:
+            with self.accumulating.driver:
+                self.accumulating.train(self.case.batches(), self.position, end, self._after)
 
     def _after(self, loss, aux):
         if self.over:
@@ -139,102 +139,121 @@ class _Follow:
         if DIVERGED * self.case.factor < expected < np.inf:
             self.over = True
             return
-        skipped, scale, said = self.plain.skipped, self.plain.scale, self.accumulating.said
+        windows, scale, said = self.plain.closed_windows, self.plain.scale, self.accumulating.said
         where = f"after microbatch {self.position}"
-        comparison = self.comparison
-        bound = comparison.tolerance * max(abs(expected), self.case.factor)
-        comparison.equal(f"loss {where}", loss, expected, bound)
+        self.comparison.loss(f"loss {where}", loss, expected)
         for got, part in zip(aux, others, strict=self.case.aux):
-            comparison.equal(f"aux {where}", got, part, 1e-6)
+            self.comparison.equal(f"aux {where}", got, part, 1e-6)
         self.position += 1
-        if self.plain.full:
+        trained, is_end = self.position, self.case.loops and self.position == len(self.case.sizes)
+        if self.plain.full or (is_end and self.plain.mini_step):
             self._close(where)
+        if is_end:
+            self.position, self.epochs = 0, 1
         asked = self.case.scaler is not None and self.case.driver.startswith(("cell", "model"))
-        assert said == ([self.plain.skipped > skipped, scale] if asked else []), where
-        self._compare_counters(where)
-        self._between(where)
+        dropped = self.plain.closed_windows > windows and self.plain.skipped_in_row > 0
+        if not self.over:
+            assert said == ([dropped, scale] if asked else []), where
+        self._compare(where)
+        due = [act for at, act in self.between if at == trained - 1]
+        self.between = [(at, act) for at, act in self.between if act not in due]  # once, also if it is trained again
+        for act in due:
+            act(where)
 
-    def _between(self, where):
-        """What a script does between microbatches: evaluate, which changes nothing, and set the rate."""
-        trained, step = self.position - 1, self.accumulating.driver.step
-        if trained == self.case.evaluate_at and (expected := self.plain.evaluated()) is not None:
-            before = self.accumulating.bits(), self.accumulating.open_window(), repr(step.status()), step.updated
-            bound = self.comparison.tolerance * max(abs(expected), self.case.factor)
-            self.comparison.equal(f"evaluation {where}", self.accumulating.evaluate(self.case.evaluation()),
-                                  expected, bound)
-            after = self.accumulating.bits(), self.accumulating.open_window(), repr(step.status()), step.updated
+    def _evaluate(self, where):
+        """It changes nothing, at any time."""
+        accumulating, step = self.accumulating, self.accumulating.driver.step
+        if (expected := self.plain.evaluated()) is not None:
+            before = accumulating.bits(), accumulating.open_window(), step.updated
+            self.comparison.loss(f"evaluation {where}", accumulating.evaluate(self.case.evaluation()), expected)
+            after = accumulating.bits(), accumulating.open_window(), step.updated
             assert after == before, f"the evaluation {where} changes something"
-        if trained == self.case.rate_at:
-            rates = np.multiply(step.learning_rate, SLOWER).tolist()
-            step.learning_rate = tuple(rates) if isinstance(rates, list) else rates
-            assert step.learning_rate == pytest.approx(rates, rel=1e-6), where
-            self.plain.multiply_rate(SLOWER)
+
+    def _set_rate(self, where):
+        step = self.accumulating.driver.step
+        rates = np.multiply(step.learning_rate, SLOWER).tolist()
+        step.learning_rate = tuple(rates) if isinstance(rates, list) else rates
+        assert step.learning_rate == pytest.approx(rates, rel=1e-6), where
+        self.plain.multiply_rate(SLOWER)
 
     def _close(self, where):
-        accumulator = self.accumulating.accumulator
-        self.plain.close(dropped=int(accumulator.skipped) > self.plain.skipped)
+        self.plain.close(dropped=self.accumulating.boundary.status().skipped_in_row > 0)
         if self.plain.diverged:
-            finite = all(np.isfinite(p.asnumpy()).all() for p in accumulator.optimizer.parameters)
+            finite = all(np.isfinite(p.asnumpy()).all() for p in self.accumulating.optimizer.parameters)
             assert not finite, f"{where}: plain training has become NaN, but ms_accum has not"
             self.over = True
             return
         self.comparison.window(self.accumulating.facts(), where)
 
-    def _compare_counters(self, where):
-        if not self.over:  # pieces before an error end a row of skips
-            without = () if self.case.error_at is None else ("skipped_in_row",)
-            self.comparison.counters(self.accumulating.facts(), where, without)
+    def _compare(self, where):
+        if not self.over:
+            self.comparison.status(self.accumulating.facts(), where, self.position, self.epochs)
 
     def _flush(self):
-        with self.accumulating.driver as driver:
-            assert driver.flush() == (self.plain.mini_step > 0 and driver.kind != "model"), "its callback has flushed"
+        driver = self.accumulating.driver
+        ends = driver.loops or driver.kind == "model"  # the epoch, which has flushed
+        if not ends:
+            with driver:
+                assert driver.flush() == (self.plain.mini_step > 0)
+        else:
+            self.position, self.epochs = 0, 1
         if self.plain.mini_step > 0:
             self._close("after the flush")
-        self._compare_counters("after the flush")
+        self._compare("after the flush")
 
     def _error(self):
-        """A microbatch whose kernel raises: nothing of it counts, or everything is refused until a reset."""
-        case, accumulating = self.case, self.accumulating
+        """A microbatch whose kernel raises. Nothing of it counts; or it has to be reset, and its window begins again.
+
+        By hand, that window is lost.
+        """
+        case, accumulating, at = self.case, self.accumulating, self.position
         before = accumulating.open_window()
         with accumulating.driver, pytest.raises((RuntimeError, ValueError)):
-            accumulating.train([case.batch(case.error_at)])
+            accumulating.train(case.batches(failing_at=at), at, at + 1)
         recover()
         with accumulating.driver as driver:
             if case.compiled:
                 driver.build()
-            if accumulating.open_window() != before or self._save_is_refused():
+            if accumulating.open_window() != before:
                 with pytest.raises(RuntimeError, match="reset"):
-                    accumulating.train([case.batch(case.error_at, spoil=False)])
-                assert self._save_is_refused()
-                accumulating.accumulator.reset()
-                self.plain.reset()
-        self.position = case.error_at + 1
-        self._compare_counters("after the error")
+                    accumulating.train(case.batches(), at, at + 1)
+                driver.accumulator.reset()
+                self.alike = self.alike and not (case.by_hand and self.saved)
+                self._go_on()
+        self._compare("after the error")
 
-    def _save_is_refused(self):
-        try:
-            self.accumulating.save(self.folder / "refused.safetensors", self.position)
-        except RuntimeError:
-            return True
-        return False
+    def _go_on(self):
+        """Where the open window began."""
+        self.plain.reset()
+        if not self.case.by_hand:
+            self.position = self.accumulating.boundary.status().trained
 
     def _resume(self):
-        path = self.folder / "run.safetensors"
-        with self.accumulating.driver:
-            self.accumulating.save(path, self.position)
+        """A file of an open window holds its beginning. By hand, there is none: that is an error."""
+        path, held = self.folder / "run.safetensors", self.plain.mini_step
+        with self.accumulating.driver as driver:
+            if held and self.case.by_hand:
+                with pytest.raises(RuntimeError, match="open window would be lost"):
+                    self.accumulating.save(path, self.position)
+                driver.flush()
+                self._close("before the save")
+                held = 0
+            with pytest.warns(UserWarning, match="trained again") if held else nullcontext():
+                self.accumulating.save(path, self.position)
         self.saved, self.saved_at = self.accumulating, self.position
         self.accumulating = Accumulating(self.case, self.case.seed + 1)
         with self.accumulating.driver as driver:
             if self.case.load_into == "used":
-                self.accumulating.train([self.case.batch(1, spoil=False)])
+                self.accumulating.driver(*self.accumulating.turned(self.case.batch(1, spoil=False)))
             assert self.accumulating.load(path) == self.position
-            driver.calls = self.saved.driver.calls
-        self._compare_counters("after the load")
+        self._go_on()
+        assert self.position == self.saved_at - held
+        self._compare("after the load")
 
     def _require_same_bits(self):
         """Of the run that was saved, which goes on, and of the one that it was loaded into."""
         with self.saved.driver as driver:
-            self.saved.train([self.case.batch(i) for i in range(self.saved_at, len(self.case.sizes))], last=True)
+            self.saved.train(self.case.batches(), self.saved_at)
             driver.flush()
         got, expected = self.accumulating.bits(), self.saved.bits()
         assert got.keys() == expected.keys()

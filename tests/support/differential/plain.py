@@ -34,6 +34,7 @@ class Plain(reference.Undivided):
         self._compile_optimizer()
         self.scale, self.finite_windows = 2.0 ** case.scaler[1] if case.scaler else 1.0, 0
         self.dropped = self.diverged = False
+        self.window_loss = 0.0  # of the last window
         self.path = [0.0] * len(self.parameters)  # how far each parameter has moved
         self.rounding = 0.0
 
@@ -46,25 +47,26 @@ class Plain(reference.Undivided):
         for parameter, value in zip(self.loss.trainable_params(), arrays):
             ops.assign(parameter, Tensor(value, parameter.dtype))
 
-    @property
-    def weight_sum(self):
-        """The weights in the window."""
-        return float(sum(weight for weight, _ in self.window))
-
     def microbatch(self, batch):
         """Take a microbatch. Return its loss, and what it has beside."""
         pieces = self.case.pieces_of(batch)
-        self.add_pieces(pieces)
+        losses = [self.value(piece) if len(batch[0]) and (weight or self.case.by_hand) else 0.0
+                  for piece, weight in pieces]
+        taken = {id(piece) for piece in self.add_pieces(pieces)}
+        self.losses += [(weight, loss) for (piece, weight), loss in zip(pieces, losses)
+                        if weight and id(piece) in taken]
         if not len(batch[0]):
             return 0.0, ()
-        if self.case.pieces == 1:
-            loss = self.value(batch) if pieces[0][1] or self.case.by_hand else 0.0
-        else:
-            total = sum(weight for _, weight in pieces)
-            loss = sum(w * self.value(piece) for piece, w in pieces if w) / (total or 1.0)
+        loss = losses[0]
+        if len(pieces) > 1:
+            loss = _mean([(weight, loss) for (_, weight), loss in zip(pieces, losses) if weight])
         counts = np.array([weight for _, weight in pieces], float)
         counts = counts if self.case.pieces > 1 and counts.any() else np.ones(len(pieces))
         return loss, (batch[1], batch[3], np.average([piece[3].mean() for piece, _ in pieces], weights=counts))
+
+    def reset(self):
+        super().reset()
+        self.losses = []  # of the open window: (weight, loss)
 
     def value(self, batch):
         with running("pynative"):
@@ -106,12 +108,13 @@ class Plain(reference.Undivided):
 
     def apply(self):
         updates = self.update_step
+        self.window_loss = _mean(self.losses)
         super().apply()
         if self.case.scaler is not None:
             self._adjust(self.update_step > updates)
 
     def accepts(self, gradient):
-        largest = max(np.abs(g).max() for g in gradient) * self.scale * max(np.max(self.counted_weight), 1)
+        largest = max(np.abs(g).max() for g in gradient) * self.scale * max(self.weight_sum, 1)
         if self.case.scaler is not None and np.isfinite(largest) and largest * 8 > LARGEST:
             return not self.dropped
         return super().accepts(gradient)
@@ -153,3 +156,8 @@ class Plain(reference.Undivided):
                 self.scale = max(self.scale / 2, 1.0)
             elif self.finite_windows == self.case.scaler[2]:
                 self.scale, self.finite_windows = self.scale * 2, 0
+
+
+def _mean(losses):
+    """Of (weight, loss)."""
+    return sum(weight * loss for weight, loss in losses) / (sum(weight for weight, _ in losses) or 1.0)
