@@ -76,8 +76,8 @@ class FlushCallback(Callback):
             boundary, trained = cell.boundary, cell.boundary.added - cell.boundary.place.first
             skips, is_loaded = is_skipping(context.train_dataset, trained), boundary.place.is_loaded
             if is_loaded and not skips:
-                warn(f"the loaded file stopped after {trained} batches of an epoch, which the dataset does not skip; if "
-                     "it does not begin there, give dataset.skip(cell.status().trained)", UserWarning, stacklevel=2)
+                warn(f"the loaded file stopped after {trained} batches of an epoch, which the dataset does not skip; "
+                     "unless it begins there, give dataset.skip(cell.status().trained)", UserWarning, stacklevel=2)
             boundary.enter_epoch(boundary.begin_epoch(trained if is_loaded or skips else 0)[1])
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
@@ -126,9 +126,6 @@ class PerUpdate(Callback):
     microbatch of a window (`on_train_step_begin`), after the update (`on_train_step_end`), and at the begin and end of
     epochs and of the training. `batch_num` still counts microbatches: the position in the epoch that `LossMonitor`
     prints and `ModelCheckpoint` puts into file names is `update_step` modulo that.
-
-    Args:
-        callback: A `mindspore.train.Callback`.
 
     Raises:
         ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or in data sink mode.
