@@ -187,7 +187,7 @@ def checked_stages(on_nonfinite: object, scaler: object, stages: object) -> tupl
     scaling: tuple[Stage, ...] = ()
     if scaler is not None:
         is_static = type(checked_loss_scaler(scaler)).adjust is amp.StaticLossScaler.adjust
-        scaling = ((LossScale if is_static else AdjustedLossScale)(scaler),)  # type: ignore[arg-type]
+        scaling = ((LossScale if is_static else AdjustedLossScale)(scaler),)
     if on_nonfinite == "skip_microbatch":
         return (*scaling, SkipMicrobatch(), *own)
     return (*scaling, SkipWindow(), *own) if scaling or on_nonfinite == "skip_window" else own
