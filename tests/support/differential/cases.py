@@ -43,8 +43,8 @@ def near_plain(choose):
 class Case(namedtuple("Case", (
         "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates",
         "reduction", "accumulate_step", "clip_norm", "pieces", "weight", "scaler", "on_nonfinite", "noise_scale",
-        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "aux", "buffer_dtype",
-        "batch_axis", "loss_reduction", "declared", "evaluate_at", "rate_at", "loops"))):
+        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "aux", "buffer_dtype", "batch_axis",
+        "loss_reduction", "declared", "evaluate_at", "rate_at", "loops"))):
     """One run. Everything random in it comes from `seed`.
 
     `declared`: whether the number of rows is declared as dynamic. `evaluate_at`, `rate_at`: after which microbatch the
@@ -140,9 +140,9 @@ def compose(choose, **fixed):
     compiled, by_hand = driver in COMPILED, driver.startswith("hand")
     exact = level in FLOAT32_LEVELS
     optimizer = pick("optimizer", _optimizers(level, compiled))
-    scale_free = optimizer in SCALE_FREE
+    is_free = optimizer in SCALE_FREE
     # The gradient of a bias of keys is 0 but for its rounding.
-    front = pick("front", [f for f in FRONTS if (f, level) not in BROKEN and not (scale_free and f == "mha")])
+    front = pick("front", [f for f in FRONTS if (f, level) not in BROKEN and not (f == "mha" and is_free)])
     loss = pick("loss", [kind for kind in LOSSES if not (front == "tied" and kind == "mse")])
     pick("norm", NORMS)
     backward_clip = pick("backward_clip", (False, False, True) if loss in ("mean", "smoothed") else (False,))

@@ -163,7 +163,8 @@ class _Follow:
         accumulating, step = self.accumulating, self.accumulating.driver.step
         if (expected := self.plain.evaluated()) is not None:
             before = accumulating.bits(), accumulating.open_window(), step.updated
-            self.comparison.loss(f"evaluation {where}", accumulating.evaluate(self.case.evaluation()), expected)
+            got = step.evaluate(map(accumulating.turned, self.case.evaluation()))
+            self.comparison.loss(f"evaluation {where}", got, expected)
             after = accumulating.bits(), accumulating.open_window(), step.updated
             assert after == before, f"the evaluation {where} changes something"
 
