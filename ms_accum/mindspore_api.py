@@ -90,8 +90,7 @@ def add_hook(parameter: Any, function: Callable) -> Any:
 
 def is_skipping(dataset: Any, count: int) -> bool:
     """Return whether a dataset skips so many items."""
-    return ((is_a(dataset, "SkipDataset") and dataset.count == count)
-            or any(is_skipping(child, count) for child in getattr(dataset, "children", ())))
+    return is_a(dataset, "SkipDataset") and dataset.count == count
 
 
 def dynamic_inputs(function: Any) -> dict[Any, Any]:

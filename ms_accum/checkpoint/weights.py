@@ -12,7 +12,6 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 
 from ..arguments import instance_of, one_line
-from ..mindspore_api import address_of
 from ..tensors import buffers_of
 from .file import SUFFIX, CheckpointError, OfMindSpore, read_file
 
@@ -26,15 +25,15 @@ def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network:
 
     Args:
         source: A file of `ms_accum.save_checkpoint` (also of 0.3) or `mindspore.save_checkpoint`, or a dict of Tensors
-            by the names of the parameters. Entries that the network lacks are ignored. Buffers
-            (`Cell.register_buffer`) that `source` lacks keep their values.
+            by the names of the parameters: copies (`p.copy()`), because `Tensor(p)` and `p.asnumpy()` share the memory
+            of a Parameter. Entries that the network lacks are ignored. Buffers (`Cell.register_buffer`) that `source`
+            lacks keep their values.
         network: The network, or a part of it.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
         FileNotFoundError, CheckpointError: If there is no such file, or it is damaged.
-        ValueError: If a parameter is missing or has another shape, or the dict holds memory of the network instead of
-            a copy (`Tensor(parameter)`, `parameter.asnumpy()`). Nothing is then changed.
+        ValueError: If a parameter is missing or has another shape. Nothing is then changed.
 
     Source: `mindspore.load_param_into_net`.
 
@@ -62,22 +61,10 @@ def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network:
             instance_of(name, given[name], (Tensor, np.ndarray), "a Tensor", "give a dict of Tensors")
         found = tuple(given[name].shape) if name in given else "missing"
         if found != tuple(parameter.shape):
-            raise ValueError(f"{name} is {'' if name not in given else 'of shape '}{found} in {where}, expected shape "
-                             f"{tuple(parameter.shape)}; give the weights of this network, or only a part of it as "
-                             "network")
-    shared = [name for name, p in parameters.items() if _address_of(given[name]) == address_of(p) != 0]
-    # A dict of the network's own Parameters, with others in place of some, is right.
-    kept = [name for name in shared if len(shared) == len(parameters) or given[name] is not parameters[name]]
-    if kept:
-        raise ValueError(f"{where} holds the memory of the network ({kept[0]}), so its values are the present ones, "
-                         "whenever it was made; keep copies, such as {p.name: p.copy() for p in "
-                         "network.get_parameters()}")
+            raise ValueError(f"{name} is {'of shape ' * (name in given)}{found} in {where}, expected shape "
+                             f"{tuple(parameter.shape)}; give this network's weights, or a part of it as network")
     for name, parameter in held.items():
         ops.assign(parameter, Tensor(given[name]).astype(parameter.dtype))
-
-
-def _address_of(value: Union[Tensor, np.ndarray]) -> int:
-    return value.ctypes.data if isinstance(value, np.ndarray) else address_of(value)
 
 
 def _read(path: Union[str, os.PathLike], names: Iterable[str]) -> Mapping[str, Tensor]:

@@ -86,8 +86,9 @@ class Status(NamedTuple):
         seen: Sum of the weights of all updates, of all ranks, rounded: samples, or what `weight_fn` counts.
         epochs: Number of epochs finished.
         trained: Number of microbatches of this rank trained or skipped since the epoch began; see `TrainStep.trained`.
-        loss, weight, grad_norm: Mean loss (NaN by hand), sum of the weights, and norm before clipping (NaN without
-            `clip_norm`) of the last closed window, over all ranks.
+        loss: Mean loss of the last closed window, over all ranks. NaN by hand.
+        weight: Sum of its weights.
+        grad_norm: Norm of its gradient before clipping. NaN without `clip_norm`.
     """
 
     update_step: int
@@ -137,7 +138,7 @@ class Boundary:
         is_idle: Whether nothing was trained since the last flush.
         turn: How often a call, a loop or a load has begun; a loop goes on while it is its own.
         place: See `Place`.
-        functions: What to call after updates: `(every, function)`.
+        functions: What to call after updates: `(every, function)`; `is_calling`: whether they are being called.
         since: When the training of the open window began, by `perf_counter`.
         addresses: Where trained parameters and rates are in memory, once a window was closed.
         saved: For the finalizer, in a list: the count of microbatches at the last save.
@@ -148,7 +149,7 @@ class Boundary:
         self.graphs: dict[Any, Callable] = {}
         self.missing: Optional[int] = window.length.missing(0, 0)
         self.updates = self.turn = 0
-        self.is_closed, self.is_idle, self.place = False, True, Place()
+        self.is_closed, self.is_idle, self.is_calling, self.place = False, True, False, Place()
         self.functions: list[tuple[int, Callable[[], object]]] = []
         self.since, self.addresses, self.saved = perf_counter(), [], [-1]  # type: float, list[int], list[int]
         # Not by the finalizer itself, which may run after MindSpore has ended.
@@ -270,9 +271,14 @@ class Boundary:
             counts, _ = self._read()
             self.updates, is_update = counts[UPDATES], counts[IN_ROW] == 0
         self.missing = window.length.missing(0, self.updates)
-        for every, function in self.functions if is_update else ():
-            if self.updates % every == 0:
-                function()
+        if is_update and not self.is_calling:  # not for a window that a function closes, against the contract
+            self.is_calling = True
+            try:
+                for every, function in self.functions:
+                    if self.updates % every == 0:
+                        function()
+            finally:
+                self.is_calling = False
         self.since = perf_counter()
         if self.turn != turn:  # afterwards, because a lock that a function runs would outlive an interrupt
             raise RuntimeError(_OWNED.format("a function of on_update"))
@@ -310,7 +316,7 @@ class Boundary:
             raise RuntimeError((_SPLIT if self.place.is_split else _LOADED).format(trained))
         if counts[HELD] and (skip or 0) != trained:
             raise RuntimeError(_OPEN.format(counts[HELD]))
-        self.turn, self.is_idle = self.turn + 1, False
+        self.turn, self.is_idle, self.is_calling = self.turn + 1, False, False
         return self.turn, skip or 0
 
     def enter_epoch(self, skip: int) -> None:

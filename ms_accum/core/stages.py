@@ -41,7 +41,8 @@ class Stage:
         ...         self.value = ms.Parameter(ms.Tensor(0.0), name="largest", requires_grad=False)
         ...         self.state = (self.value,)
         ...     def on_update(self, window):
-        ...         ops.assign(self.value, window["gradients"][0].max() * window["unit"] / window["weight"])
+        ...         gradients = window["gradients"]
+        ...         ops.assign(self.value, gradients[0].max() * window["unit"] / window["weight"])
         >>> network, stage = nn.Dense(2, 1), Largest()
         >>> def forward_fn(x):
         ...     return network(x).mean()
@@ -186,7 +187,7 @@ def checked_stages(on_nonfinite: object, scaler: object, stages: object) -> tupl
     scaling: tuple[Stage, ...] = ()
     if scaler is not None:
         is_static = type(checked_loss_scaler(scaler)).adjust is amp.StaticLossScaler.adjust
-        scaling = ((LossScale if is_static else AdjustedLossScale)(scaler),)  # type: ignore[arg-type]
+        scaling = ((LossScale if is_static else AdjustedLossScale)(scaler),)
     if on_nonfinite == "skip_microbatch":
         return (*scaling, SkipMicrobatch(), *own)
     return (*scaling, SkipWindow(), *own) if scaling or on_nonfinite == "skip_window" else own

@@ -134,7 +134,7 @@ class DataParallel:
         on_host = get_local_rank_size() if self.ranks_per_node is None else self.ranks_per_node
         # A window of one microbatch, without buffers, is exchanged once in any case.
         inside = {"window": 1, "microbatch": ranks, "node": on_host}[str(self.sync)] if dtypes else 1
-        exchange = (Zero if self.zero else ManyRanks)(parameters, inside, self.compare)
+        exchange = (Zero if self.zero else ManyRanks)(parameters, inside, self.compare or not self.broadcast)
         exchange.require_alike(BUILD, {
             **{f"{name}= of DataParallel": value for name, value in vars(self).items()},
             "the number of ranks on their host": on_host if self.sync == "node" else "any",
@@ -155,7 +155,8 @@ class DataParallel:
             warn("zero=2 divides no buffers if each node has one rank; give zero=1", UserWarning, stacklevel=2)
         exchange.connect(exchanged, int(self.bucket_mib * MEBIBYTE))
         if not self.broadcast:
-            exchange.require_equal(BUILD, {"parameters": whole})
+            exchange.compare(BUILD, {"parameters": whole})
+        exchange.compares = self.compare
         for parameter in whole if self.broadcast else ():
             # Not set_data: a graph that is compiled already would keep the old values (MindSpore 2.10).
             ops.assign(parameter, Tensor(exchange.sent(as_array(parameter)), parameter.dtype))

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from typing import Any, NoReturn
 from zlib import crc32
@@ -19,7 +20,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, ops
 
 from ..mindspore_api import GlobalComm, create_group, get_group_size, get_rank, jit_class
-from .exchange import DOES, EVALUATE, MICROBATCH, STOP, WINDOW, OneDevice, whole_of
+from .exchange import BUILD, DOES, EVALUATE, MICROBATCH, STOP, WINDOW, OneDevice, whole_of
 
 _TAG, _NUMBER, _SUMS = slice(0, 3), 3, slice(4, 7)  # places in the row of a rank
 _PIECE = 2**22  # bytes that travel at once; each piece has the whole time that ranks wait for a late one
@@ -101,14 +102,8 @@ class Meeting(OneDevice):
 
     def compare(self, what: int, values: Mapping[str, Sequence[Parameter]]) -> None:
         """See `OneDevice`. Checksums of bits are compared, which waits for the device."""
-        if self.compares:
-            self.require_equal(what, values)
-        else:
-            self.meet(what)
-
-    def require_equal(self, what: int, values: Mapping[str, Sequence[Parameter]]) -> None:
-        """Compare values, whether or not ranks compare by default."""
-        self._require_alike(what, {f"{kind}: {p.name}": crc32(_bits(p)) for kind, several in values.items()
+        compared = values if self.compares else {}
+        self._require_alike(what, {f"{kind}: {p.name}": crc32(_bits(p)) for kind, several in compared.items()
                                    for p in several}, _VALUES)
 
     def gathered(self, value: Any) -> list[Any]:
@@ -143,11 +138,15 @@ class Meeting(OneDevice):
         """See `OneDevice`."""
         broadcast, own = ops.Broadcast(0), np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         found = np.empty_like(own)
+
+        def from_rank_0(bits: Tensor) -> Tensor:
+            return broadcast((bits,))[0]
+
         for start in range(0, own.size, _PIECE):
             piece = own[start:start + _PIECE]
             # Bits: on CPU, Broadcast makes float32 of float16.
             bits = Tensor(np.concatenate((piece, np.zeros(-piece.size % 4, np.uint8))).view(np.int32))
-            sent = self._exchanged(lambda bits=bits: broadcast((bits,))[0], 0)
+            sent = self._exchanged(partial(from_rank_0, bits), 0)
             found[start:start + _PIECE] = sent.view(np.uint8)[:piece.size]
         return found.view(value.dtype).reshape(value.shape)
 
@@ -158,7 +157,8 @@ class Meeting(OneDevice):
         if _ended:
             raise _ended[0]
         row = np.array([what, self.number, 0, number, *sums, 0], np.int32)
-        if 1 < self.inside < self.ranks:  # those of a node first, so that they find their own differences at once
+        # Those of a node first, so that they find their own differences at once; but not before all know their nodes.
+        if 1 < self.inside < self.ranks and what != BUILD:
             first = self.rank - self.rank % self.inside
             rows = self._rows(row, range(first, first + self.inside))
             row[_NUMBER] = rows[:, _NUMBER].max()
@@ -190,7 +190,7 @@ class Meeting(OneDevice):
 
     def _require_alike(self, what: int, facts: Mapping[str, Any], message: str) -> None:
         text = json.dumps(facts)
-        rows = self._meet(what, 0, np.frombuffer(sha256(text.encode()).digest()[:12], np.int32))
+        rows = self._meet(what, 0, np.frombuffer(sha256(text.encode()).digest()[:12], np.int32).tolist())
         if (rows[:, _SUMS] == rows[0, _SUMS]).all():
             return
         found = self.gathered(facts)

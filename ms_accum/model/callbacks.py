@@ -3,6 +3,7 @@ from __future__ import annotations
 
 from functools import partialmethod
 from itertools import takewhile
+from warnings import warn
 
 from mindspore import train
 from mindspore.train import Callback, RunContext
@@ -29,7 +30,7 @@ class FlushCallback(Callback):
             no batch operation, or an epoch ends inside a sink. Later: if a list of learning rates is used up.
         RuntimeError: When an epoch begins in an open window of another one, or a parameter has new memory.
 
-    Source: Lightning and HF Accelerate also apply the last window of an epoch, but divide it by the full length.
+    Source: Lightning and HF Accelerate also apply the last window, but divide it by the full length.
 
     Example:
         >>> import numpy as np
@@ -73,8 +74,11 @@ class FlushCallback(Callback):
         self._begin = context.cur_step_num
         for cell in _train_cells(run_context):
             boundary, trained = cell.boundary, cell.boundary.added - cell.boundary.place.first
-            goes_on = boundary.place.is_loaded or is_skipping(context.train_dataset, trained)
-            boundary.enter_epoch(boundary.begin_epoch(trained if goes_on else 0)[1])
+            skips, is_loaded = is_skipping(context.train_dataset, trained), boundary.place.is_loaded
+            if is_loaded and not skips:
+                warn(f"the loaded file stopped after {trained} batches of an epoch, which the dataset does not skip; "
+                     "unless it begins there, give dataset.skip(cell.status().trained)", UserWarning, stacklevel=2)
+            boundary.enter_epoch(boundary.begin_epoch(trained if is_loaded or skips else 0)[1])
 
     def on_train_step_begin(self, run_context: RunContext) -> None:
         """Look for dropped windows and for used-up rates, now and then."""
@@ -122,9 +126,6 @@ class PerUpdate(Callback):
     microbatch of a window (`on_train_step_begin`), after the update (`on_train_step_end`), and at the begin and end of
     epochs and of the training. `batch_num` still counts microbatches: the position in the epoch that `LossMonitor`
     prints and `ModelCheckpoint` puts into file names is `update_step` modulo that.
-
-    Args:
-        callback: A `mindspore.train.Callback`.
 
     Raises:
         ValueError: When training begins, if there is not exactly one `TrainOneStepCell`, or in data sink mode.

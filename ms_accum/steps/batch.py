@@ -110,19 +110,10 @@ def positions_of(cell: nn.Cell) -> tuple[str, int, int]:
 
 
 def positional(name: str, function: Any, count: int = 0, names: tuple[str, ...] = ()) -> Any:
-    """Wrap `function` so that graph mode can call it with the whole batch by position.
+    """Wrap `function` so that graph mode can call it with `count` arguments by position, the last of them `names`.
 
-    It also unpacks a `functools.partial`: graph mode does not know what a partial returns.
-
-    Args:
-        name: Name of `function` in errors.
-        function: A function, Cell or `functools.partial`. A `weight_fn` gets the arguments of `names` that are in its
-            signature, or all if it has `**kwargs`. None is returned unchanged.
-        count: Number of arguments in the batch.
-        names: Names of the last arguments, which were given by name.
-
-    Raises:
-        TypeError: If `count` is given, and `function` cannot be called with such a batch.
+    It also unpacks a `functools.partial`: graph mode does not know what a partial returns. A `weight_fn` gets those of
+    `names` that are in its signature. Raise TypeError if `count` is given, and it does not take such a batch.
     """
     if function is None:
         return None
@@ -318,10 +309,7 @@ def require_readable(fact: Any, name: str, expected: str) -> None:
 
 @constexpr
 def raise_wrong_result(returned: Any, is_none: bool, name: str, expected: str) -> None:
-    """Raise TypeError for a result that is not a Tensor or not a tuple, and say what it is.
-
-    `is_none`: whether it is None; a number that is computed in a graph is None here, too.
-    """
+    """Raise TypeError for a result that is not a Tensor or not a tuple: a number that a graph computes is None here."""
     kind, remedy = type(returned).__name__, ""
     got = "None" if is_none else "a number" if returned is None else f"a value of type {kind}"
     if isinstance(returned, tuple):

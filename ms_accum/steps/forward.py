@@ -73,10 +73,10 @@ def reported(loss: Tensor, weight: Scalar, is_sum: bool) -> Tensor:
 def training_of(window: Window, functions: Functions, stream: Optional[Stream], closes: bool) -> Callable:
     """Return `(rows, piece, after) -> (loss, weight, aux)`, which differentiates a piece of `rows` samples and adds it.
 
+    Gradients are weighed, not the loss, or a layer whose own backward pass is not linear would be wrong.
+
     Args:
-        window: The window.
-        functions: What is differentiated. (To weigh the loss, not its gradients, would be wrong for a layer whose own
-            backward pass is not linear.)
+        window, functions: Where it is added, and what is differentiated.
         stream: Op by op, what adds each gradient during the backward pass. None: they are added together.
         closes: Whether to update with the piece as a window of one. Otherwise `after` is added to the counts.
     """

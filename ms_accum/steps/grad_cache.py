@@ -30,9 +30,8 @@ if TYPE_CHECKING:
     from ..core.length import AccumulateStep
     from .shapes import Inputs
 
-_SINGLE = ('{} looks at single pieces (a noise scale, on_nonfinite="skip_microbatch", or sync="microbatch" or "node"), '
-           'but here the gradient of a piece is not an estimate of that of the batch; give "skip_window" or '
-           'sync="window"')
+_SINGLE = ('{} looks at single pieces, or sums each microbatch over ranks, but here the gradient of a piece is not an '
+           'estimate of that of the batch; give "skip_window" or sync="window"')
 _DIFFER = ("encode_fn returned two different representations of the same samples, so the gradient would be wrong; the "
            "batch was ignored. If it draws random numbers, switch Dropout off (p=0, or network.set_train(False))")
 
@@ -55,7 +54,7 @@ def make_grad_cache_step(
 
     Plain accumulation cuts a contrastive batch into small batches with fewer negatives, which is a different loss. Here
     the gradient equals that of the undivided batch, for one more forward pass. The memory holds the activations of one
-    piece, the representations (in float32), and what `loss_fn` computes (for InfoNCE the n x n similarities).
+    piece, the representations, and what `loss_fn` computes (for InfoNCE the n x n similarities).
 
     Args:
         encode_fn: `(*piece) -> representations`: a Tensor of shape `(m, ...)` with one representation per sample, or a
@@ -70,9 +69,6 @@ def make_grad_cache_step(
 
     Returns:
         A `TrainStep`: `train_step(*batch) -> loss`, a float32 Tensor of shape `()`.
-
-    Raises:
-        TypeError, ValueError: If an argument is wrong, or an option looks at single pieces or sums them over ranks.
 
     Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021
     (https://arxiv.org/abs/2101.06983).
@@ -120,16 +116,24 @@ def make_grad_cache_step(
     return TrainStep(boundary, functions, networks, 0, max(pieces, 2), make_layout, make_look)
 
 
-def in_cached_pieces(window: Window, encode_fn: Callable, loss_fn: Callable, compiled: Callable, samples: int, cut: Cut,
-                     starts: list[tuple[int, int]]) -> tuple[Callable, Callable]:
+def in_cached_pieces(  # noqa: C901 - one algorithm, in the order in which it runs
+    window: Window, encode_fn: Callable, loss_fn: Callable, compiled: Callable, samples: int, cut: Cut,
+    starts: list[tuple[int, int]],
+) -> tuple[Callable, Callable]:
     """Return `(*batch) -> loss`, which trains, and `(*batch) -> (weight * loss, weight)`, which only looks."""
     places = {rows: places_of(rows) for _, rows in starts}
     first_rows, ends = starts[0][1], ends_of(len(starts))
 
+    @cache
+    def encoder(rows: int) -> Callable:
+        def encode(start: Tensor, *batch: Any) -> Tensor:
+            found = _represented(encode_fn, rows, select_rows(start + places[rows], cut, batch))
+            return found[1]
+        return compiled(encode)
+
     def coupled(cached: Tensor, piece: tuple) -> tuple[Tensor, Tensor]:
         """Return the loss of the batch, and the representations of the first piece, which is encoded again."""
-        representations = _represented(encode_fn, first_rows, piece)
-        fresh = _side_by_side(representations)
+        representations, fresh = _represented(encode_fn, first_rows, piece)
         whole = ops.concat((fresh, cached[first_rows:])) if first_rows < samples else fresh
         return checked_loss(loss_fn(*_apart(whole, representations)), "loss_fn"), fresh
 
@@ -153,7 +157,7 @@ def in_cached_pieces(window: Window, encode_fn: Callable, loss_fn: Callable, com
     def backward(rows: int) -> Callable:
         def product(cotangents: Tensor, *piece: Any) -> Tensor:
             # Not scaled again: the loss that the cotangents come from was.
-            total = (cotangents * _side_by_side(_represented(encode_fn, rows, piece))).sum(-1).sum() * (samples / rows)
+            total = (cotangents * _represented(encode_fn, rows, piece)[1]).sum(-1).sum() * (samples / rows)
             return ops.depend(total, window.begin(total))
 
         grad_fn = ms.value_and_grad(product, None, window.exchange.parameters)
@@ -169,50 +173,33 @@ def in_cached_pieces(window: Window, encode_fn: Callable, loss_fn: Callable, com
         loss = cast(coupled(cached, select_rows(places[first_rows], cut, batch))[0], ms.float32)
         return stack((loss * samples, Tensor(samples, ms.float32)))
 
-    represent, begin, looked = _in_pieces(encode_fn, compiled, cut, starts), compiled(first), compiled(look)
-    calls = [(Tensor(start, ms.int32), rows, end) for (start, rows), end in zip(starts, ends)]
+    begin, looked, firsts = compiled(first), compiled(look), [Tensor(start, ms.int32) for start, _ in starts]
+
+    def represent(batch: tuple) -> list[Tensor]:
+        return [encoder(rows)(start, *batch) for start, (_, rows) in zip(firsts, starts)]
 
     def train(*batch: Any) -> Tensor:
-        cached = represent(*batch)
+        cached = represent(batch)
         loss, same, cotangents = begin(cached[0], ops.concat(cached), *batch)
         if not same:
             raise ValueError(_DIFFER)
-        for start, rows, end in calls[1:]:
+        for start, (_, rows), end in [*zip(firsts, starts, ends)][1:]:
             loss = backward(rows)(start, end, loss, cotangents, *batch)
         return loss
 
-    return train, lambda *batch: looked(ops.concat(represent(*batch)), *batch)
+    return train, lambda *batch: looked(ops.concat(represent(batch)), *batch)
 
 
-def _in_pieces(encode_fn: Callable, compiled: Callable, cut: Cut, starts: list[tuple[int, int]]) -> Callable:
-    """Return `(*batch) -> the representations of each piece`, each side by side."""
-    @cache
-    def encoder(rows: int) -> Callable:
-        places = places_of(rows)
-
-        def encode(start: Tensor, *batch: Any) -> Tensor:
-            return _side_by_side(_represented(encode_fn, rows, select_rows(start + places, cut, batch)))
-        return compiled(encode)
-
-    return lambda *batch: [encoder(rows)(Tensor(start, ms.int32), *batch) for start, rows in starts]
-
-
-def _represented(encode_fn: Callable, rows: int, piece: tuple) -> tuple[Tensor, ...]:
-    """Return the representations of `rows` samples, always as a tuple."""
-    found, kinds = encode_fn(*piece), ()  # type: Any, tuple
+def _represented(encode_fn: Callable, rows: int, piece: tuple) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Return the representations of `rows` samples as a tuple, and side by side in one float32 Tensor `(rows, n)`."""
+    found, kinds, columns = encode_fn(*piece), (), ()  # type: Any, tuple, tuple
     found = found if isinstance(found, tuple) else (found,)
     for one in found:
         kinds = (*kinds, (one.shape, one.dtype) if isinstance(one, Tensor) else None)
     require_representations(rows, kinds)
-    return found
-
-
-def _side_by_side(representations: tuple[Tensor, ...]) -> Tensor:
-    """Return the representations as columns of one float32 Tensor, `(m, columns)`."""
-    columns = ()  # type: tuple[Tensor, ...]
-    for representation in representations:
-        columns = (*columns, cast(reshape(representation, (representation.shape[0], -1)), ms.float32))
-    return ops.concat(columns, 1)
+    for one in found:
+        columns = (*columns, cast(reshape(one, (rows, -1)), ms.float32))
+    return found, ops.concat(columns, 1)
 
 
 def _apart(whole: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

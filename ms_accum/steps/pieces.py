@@ -31,9 +31,9 @@ def whole(train: Callable, compiled: Compile, samples: int, has_aux: bool, batch
     return compiled(step)
 
 
-def in_pieces(train: Callable, compiled: Compile, samples: int, cut: Cut, pieces: int, has_aux: bool, batch_axis: int
-              ) -> Callable:
-    """Return `(*batch) -> loss`, or `(loss, aux)`: one graph for all pieces of a size.
+def in_pieces(train: Callable, compiled: Compile, samples: int, cut: Cut, pieces: int, has_aux: bool, batch_axis: int,
+              is_summed: bool = False) -> Callable:
+    """Return `(*batch) -> loss`, `(loss, aux)`, or the sums of weight * loss and weights: a graph for all of a size.
 
     Sums are passed from piece to piece. Keeping the losses of each piece would fragment MindSpore's memory pool, and
     the peak would grow with the number of pieces (48 pieces: 286 MB instead of 84).
@@ -48,6 +48,8 @@ def in_pieces(train: Callable, compiled: Compile, samples: int, cut: Cut, pieces
         for graph, start, after in calls:
             totals, mean, *of_piece = graph(start, after, totals, *batch)
             found.append(of_piece)
+        if is_summed:
+            return totals
         return (mean, joined(found, unstack(totals)[1], batch_axis)) if has_aux else mean
 
     return step
@@ -91,16 +93,7 @@ def looked_at(look: Callable, compiled: Compile, samples: int, cut: Cut, pieces:
 
     if pieces == 1:
         return whole(summed, compiled, samples, False, batch_axis, is_dynamic)
-    starts = starts_of(samples, pieces)
-    sizes = {rows: _piece(look, compiled, rows, cut, False, batch_axis) for _, rows in starts}
-
-    def each(*batch: Any) -> Tensor:
-        totals = Tensor(np.zeros(2), ms.float32)
-        for start, rows in starts:
-            totals = sizes[rows](Tensor(start, ms.int32), END, totals, *batch)[0]
-        return totals
-
-    return each
+    return in_pieces(look, compiled, samples, cut, pieces, False, batch_axis, is_summed=True)
 
 
 def joined(found: list, total: Tensor, batch_axis: int) -> Any:

@@ -5,7 +5,7 @@
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Optional
 from warnings import warn
@@ -22,29 +22,19 @@ _MANY = 8
 _HINT = ("graphs were compiled for {} shapes of batches by now, which took {:.0f} s, and each further shape takes as "
          "long; pad batches to a few lengths (with a weight_fn that counts tokens, padding changes nothing), or let "
          'one graph take all lengths: declare dynamic shapes {}. The guide\'s page "Language models" shows both')
-_IGNORED = ("set_inputs of {} has no effect, because {} calls it in a graph of its own: each shape of a batch is "
-            "compiled; declare the dynamic shapes {}")
 _NO_AXES = ("the declared shape of {} has no known number of axes, expected one entry for each axis, None for each "
             "length that changes, e.g. (32, None)")
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """Hold what is declared of the columns of a batch.
+    """Hold what is declared of the columns of a batch, and their names (or places)."""
 
-    Attributes:
-        declared: For each column, a Tensor with a dynamic shape; None where nothing is declared.
-        columns: For each column, its name or its place.
-    """
-
-    declared: tuple[Optional[Tensor], ...]
+    declared: tuple[Optional[Tensor], ...]  # Tensors with dynamic shapes; None where nothing is declared
     columns: tuple
 
     def __call__(self, arguments: tuple) -> tuple:
-        """Return what a graph is compiled for, given its arguments, of which the last are a batch.
-
-        Raise TypeError or ValueError if the batch contradicts what is declared.
-        """
+        """Return what a graph is compiled for, given its arguments, of which the last are a batch; see `required`."""
         first = len(arguments) - len(self.declared)
         batch = [value if declared is None else required(value, declared, column)
                  for value, declared, column in zip(arguments[first:], self.declared, self.columns)]
@@ -68,10 +58,7 @@ def required(value: Any, declared: Tensor, column: object) -> Tensor:
 class Shapes:
     """Take the dynamic shapes that a script declares, and count the shapes for which graphs are compiled.
 
-    Args:
-        function: What takes the batch, and may declare its shapes: a function or a Cell.
-        name: Name of `function` in messages.
-        takes_any: Whether no graph has to know the number of samples.
+    `function` is what takes the batch, and may declare its shapes; `takes_any`: no graph has to know how many samples.
     """
 
     def __init__(self, function: Callable, name: str, takes_any: bool = False) -> None:
@@ -114,12 +101,6 @@ class Shapes:
         return Inputs(tuple([
             with_length(given, axis, samples) if given is not None and axis is not None and given.shape[axis] < 0
             else given for given, axis in zip(inputs.declared, cut)]), inputs.columns)
-
-    def warn_if_ignored(self, layers: Iterable[nn.Cell], columns: int, names: tuple[str, ...] = ()) -> None:
-        """Warn of a Cell with `set_inputs` that the function calls, if nothing is declared of the function itself."""
-        inner = next((layer for layer in layers if layer is not self.function and layer.get_inputs()), None)
-        if inner is not None and all(given is None for given in self.declared(columns, names).declared):
-            warn(_IGNORED.format(type(inner).__name__, self.name, self._remedy()), UserWarning, stacklevel=2)
 
     def note(self, batch: tuple, names: tuple[str, ...], seconds: float) -> None:
         """Note the time of the first call for a batch, in which graphs were compiled. Warn when there are many."""

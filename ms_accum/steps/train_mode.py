@@ -42,10 +42,6 @@ class TrainMode:
         functions: What the graphs call; the first one is that of the user.
         parameters: Those that are trained.
         networks: The networks, if they are given; else those that the functions name.
-
-    Attributes:
-        layers: The layers; `dependent`: those of Dropout and BatchNorm. If `training` of one of these changes, graphs
-            must be compiled again.
     """
 
     def __init__(self, functions: Sequence[Callable], parameters: Sequence[Parameter],
@@ -61,20 +57,20 @@ class TrainMode:
             raise ValueError(_FOREIGN.format(unseen[0], self._name, ", ".join(own)))
         self._unseen = None if networks else next(iter(unseen), None)
         self._seen: set[tuple[bool, ...]] = set()
-        self.layers = self._all_layers()
-        self.dependent = [layer for layer in self.layers if _depends_on_mode(layer)]
+        self._layers = self._all_layers()
+        self._dependent = [layer for layer in self._layers if _depends_on_mode(layer)]
 
     @property
     def flags(self) -> tuple[bool, ...]:
-        """Return the mode of each layer of Dropout or BatchNorm; of others, it makes no difference for graphs."""
-        return tuple([layer.training for layer in self.dependent])
+        """Return the mode of each layer of Dropout or BatchNorm: if one changes, graphs must be compiled again."""
+        return tuple([layer.training for layer in self._dependent])
 
     def _all_layers(self) -> list[nn.Cell]:
         return [layer for network in self._networks for _, layer in network.cells_and_names()]
 
     def warn_of_class_weights(self) -> None:
         """Warn if a mean by class weights is found, in a step whose batches are weighted by numbers of samples."""
-        for layer in self.layers:
+        for layer in self._layers:
             if isinstance(layer, (nn.CrossEntropyLoss, nn.NLLLoss)) and layer.reduction == "mean" and (
                     layer.weight is not None and np.ptp(as_array(layer.weight)) > 0):
                 warn(_BY_CLASS.format(type(layer).__name__), UserWarning, stacklevel=2)

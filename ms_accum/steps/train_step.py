@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import islice
 from time import perf_counter
@@ -57,34 +58,22 @@ _END = object()  # stands for a batch after the last one
 
 
 class Layout(NamedTuple):
-    """Hold what trains on batches of one layout.
+    """Hold what trains on batches of one layout."""
 
-    Attributes:
-        train: Called with the batch; None for a batch without samples.
-        pieces: Number of pieces that it adds.
-        closes: Whether it updates with the batch as a window of one.
-    """
-
-    train: Optional[Callable]
-    pieces: int = 1
-    closes: bool = False
+    train: Optional[Callable]  # called with the batch; None for a batch without samples
+    pieces: int = 1  # that it adds
+    closes: bool = False  # whether it updates with the batch as a window of one
 
 
 class TrainStep(Uncopied):
     """Train on one microbatch per call, and update when the window is full. Built by `make_train_step`.
 
-    Args:
-        boundary: That of its window.
-        functions: What is differentiated.
-        networks: Those that `functions` use, if they are given; else those that they name.
-        batch_axis: Which axis counts the samples.
-        pieces: Number of pieces that a batch is cut into.
-        make_layout: Called as `make_layout(samples, cut, names, inputs)`; returns a `Layout`.
-        make_look: Called in the same way; returns `(*batch) -> (weight * loss, weight)`, for an evaluation.
-
     Attributes:
-        optimizer: The optimizer.
+        boundary: That of its window; `optimizer`: the optimizer.
     """
+
+    # `make_layout(samples, cut, names, inputs)` returns a `Layout`; `make_look`, called in the same way, returns
+    # `(*batch) -> (weight * loss, weight)` for an evaluation.
 
     # So that an option that is assigned later is an error: the graphs would not see it.
     __slots__ = ("__weakref__", "_axis", "_functions", "_look", "_make", "_mode", "_networks", "_orders", "_shapes",
@@ -143,8 +132,8 @@ class TrainStep(Uncopied):
             The loss, or `(loss, aux)`, of each microbatch: Tensors, so that the host need not wait for the device.
 
         Raises:
-            ValueError: If there are fewer batches than are to be skipped, a `mindspore.dataset` of samples has no batch
-                operation, a parameter was frozen, or the list of learning rates has no rate for the next update.
+            ValueError: If there are fewer batches than are to be skipped, the data has no batch operation, a parameter
+                was frozen, or the list of learning rates is used up.
             RuntimeError: See above; if a window is open that is not of this epoch; if a parameter was given new memory.
         """
         if skip is not None:
@@ -382,7 +371,6 @@ class TrainStep(Uncopied):
             self._mode_of_layers().warn_if_evaluating(key[-1])
         inputs: Optional[Inputs] = None
         if not boundary.eager:
-            self._shapes.warn_if_ignored(self._mode_of_layers().layers, len(batch), names)
             inputs = self._shapes.inputs_of(samples, cut, names)
             if inputs is not None:
                 inputs(batch)
@@ -407,15 +395,13 @@ def _next(batches: Iterator) -> Any:
 
 def require_callable_with_step(function: Callable) -> None:
     """Raise TypeError unless a function takes one argument."""
-    try:
+    with suppress(ValueError):  # of a builtin
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin
-        return
-    try:
-        signature.bind(None)
-    except TypeError:
-        raise TypeError(f"a function of on_update has the parameters {signature}, expected one: it is called with the "
-                        "train step") from None
+        try:
+            signature.bind(None)
+        except TypeError:
+            raise TypeError(f"a function of on_update has the parameters {signature}, expected one: it is called with "
+                            "the train step") from None
 
 
 def make_train_step(

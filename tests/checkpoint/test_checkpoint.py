@@ -71,25 +71,6 @@ def test_an_accumulator_has_no_place_for_an_open_window():
         assert (weights(other) == end) == expected
 
 
-def test_a_step_takes_the_file_of_an_accumulator_and_the_other_way_round():
-    network, accumulator, train = by_hand()
-    for batch in BATCHES[:4]:
-        train(batch)
-    save_checkpoint(PATH, network, accumulator)
-    other = MLP(seed=1)
-    step = make_train_step(mean_loss(other), nn.Momentum(other.trainable_params(), 0.1, 0.9), 2, eager=True)
-    load_checkpoint(PATH, other, step)
-    for _ in step.epoch(BATCHES[4:], skip=0):
-        pass
-    save_checkpoint("d.safetensors", other, step)
-    for batch in BATCHES[4:]:
-        train(batch)
-    np.testing.assert_allclose(network.first.weight.asnumpy(), other.first.weight.asnumpy(), rtol=1e-5)
-    load_checkpoint("d.safetensors", network, accumulator)
-    assert weights(network) == weights(other)
-    assert accumulator.window.unit == 1  # a user's own graph holds it
-
-
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [
@@ -150,19 +131,6 @@ def test_files_of_others_name_the_way_to_their_weights():
     for load in (lambda: load_checkpoint(PATH, network, step), lambda: load_weights(PATH, network)):
         with pytest.raises(CheckpointError, match="is not a checkpoint of ms_accum; give a file that save"):
             load()
-
-
-def test_a_damaged_file_changes_nothing():
-    network, step = build()
-    save_checkpoint(PATH, network, step)
-    raw, before = Path(PATH).read_bytes(), weights(network)
-    for place in random.Random(0).sample(range(len(raw)), 20):
-        Path(PATH).write_bytes(raw[:place] + bytes([raw[place] ^ 1]) + raw[place + 1:])
-        with pytest.raises(CheckpointError, match=r"damaged|not a checkpoint|cannot be read"):
-            load_checkpoint(PATH, network, step)
-    assert weights(network) == before
-    Path(PATH).write_bytes(raw)
-    load_checkpoint(PATH, network, step)
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(monkeypatch):
@@ -296,7 +264,7 @@ def test_weights_are_loaded_into_a_step_that_has_begun(form):
             step.flush()
 
 
-def test_weights_that_do_not_fit_or_are_no_copy():
+def test_weights_that_do_not_fit():
     network, step = build()
     own = {p.name: p.copy() for p in network.get_parameters()}
     save_checkpoint(PATH, network, step)
@@ -305,10 +273,8 @@ def test_weights_that_do_not_fit_or_are_no_copy():
             ("missing.ckpt", FileNotFoundError, "there is no checkpoint missing.ckpt; give a file that ms_accum"),
             ({**own, "first.weight": 1}, TypeError, "first.weight is of type int, expected a Tensor"),
             ({**own, "first.weight": Tensor([1.0])}, ValueError, r"first.weight is of shape \(1,\) in source, exp"),
-            ({"first.weight": own["first.weight"]}, ValueError, "first.bias is missing in source, expected shape"),
-            ({**own, "first.bias": Tensor(network.first.bias)}, ValueError, r"holds the memory of the network"),
-            ({**own, "first.bias": network.first.bias.asnumpy()}, ValueError, "keep copies, such as {p.name: p")]:
-        with pytest.raises(error, match=re.escape(message) if "copies" in message else message):
+            ({"first.weight": own["first.weight"]}, ValueError, "first.bias is missing in source, expected shape")]:
+        with pytest.raises(error, match=message):
             load_weights(source, network)
     with pytest.raises(ValueError, match=r"first.weight is of shape \(5, 6\) in c.safetensors, expected"):
         load_weights(PATH, MLP(hidden=4))

@@ -2,8 +2,6 @@
 import json
 import os
 import pickle
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from hashlib import sha256
@@ -80,18 +78,6 @@ def test_a_file_that_is_cut_is_never_read():
     read(cut)  # control
 
 
-def parts_of(path):
-    """The header of a file as JSON, and its data."""
-    raw = path.read_bytes()
-    start = 8 + int.from_bytes(raw[:8], "little")
-    return json.loads(raw[8:start]), raw[start:]
-
-
-def put(path, header, data):
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
 def sealed(path, text, arrays):
     """Write a checkpoint with this description and the SHA-256 that it needs."""
     digest = sha256(text.encode())
@@ -109,51 +95,18 @@ def described(**changes):
     return json.dumps({"version": 7, "complex": [], **ABOUT, **changes})
 
 
-HEADERS = {  # what is changed in the header, in which the data of c, a and b follow each other
-    "beyond the file": lambda header: header["b"].update(shape=[2, 3], data_offsets=[40, 64]),
-    "another length": lambda header: header["b"].update(shape=[3]),
-    "a hole": lambda header: header["a"].update(shape=[3], data_offsets=[28, 40]),
-    "overlapping": lambda header: header["b"].update(shape=[2, 3], data_offsets=[32, 56]),
-    "the same bytes": lambda header: header["b"].update(data_offsets=header["a"]["data_offsets"]),
-    "in the header": lambda header: header["c"].update(data_offsets=[-8, 24]),
-    "backwards": lambda header: header["b"].update(data_offsets=[56, 40]),
-    "negative axes": lambda header: header["b"].update(shape=[-2, -2]),
-    "too large a shape": lambda header: header["b"].update(shape=[2**62, 2**62]),
-    "bytes left": lambda header: header.pop("b"),
-    "float places": lambda header: header["b"].update(data_offsets=[40.0, 56.0]),
-    "float axes": lambda header: header["b"].update(shape=[2.0, 2]),
-    "an unknown dtype": lambda header: header["b"].update(dtype="F7"),
-    "no place": lambda header: header["b"].pop("data_offsets"),
-    "another kind of entry": lambda header: header.update(b=7),
-    "another kind of metadata": lambda header: header.update(__metadata__={"ms_accum": 7}),
-}
-DAMAGED = {  # a right file for the library: the SHA-256 has to find it
-    "swapped entries": lambda header: header.update(a=header["b"], b=header["a"]),
-    "another name": lambda header: header.update(d=header.pop("b")),
-    "another dtype": lambda header: header["b"].update(dtype="I32"),
-    "another shape": lambda header: header["b"].update(shape=[4, 1]),
-    "an entry more": lambda header: header.update(d={"dtype": "F32", "shape": [0], "data_offsets": [56, 56]}),
-    "two of one": lambda header: header.update(a={**header["a"], "shape": [2, 1], "data_offsets": [24, 32]},
-                                               d={**header["a"], "shape": [2, 1], "data_offsets": [32, 40]}),
-    "another description": lambda header: header["__metadata__"].update(ms_accum=described(extra=1)),
-    "another file's SHA-256": lambda header: header["__metadata__"].update({"ms_accum.sha256": "0" * 64}),
-    "no SHA-256": lambda header: header["__metadata__"].pop("ms_accum.sha256"),
-}
-
-
-@pytest.mark.parametrize("case", [*HEADERS, *DAMAGED])
-def test_a_forged_header_raises_before_a_value_is_returned(case):
-    """Control: the same maker without a change."""
+def test_a_file_with_any_changed_byte_is_never_read():
+    """Drawn places of the header, the description, the SHA-256 and the data. Control: the same maker."""
     sealed(PATH, described(), arrays())
-    header, data = parts_of(PATH)
-    put(PATH, header, data)
+    whole, rng = PATH.read_bytes(), np.random.default_rng(0)
     assert read()[0]["b"].asnumpy().tolist() == [[4, 5], [6, 7]]
-    assert [header[name]["data_offsets"] for name in "cab"] == [[0, 24], [24, 40], [40, 56]]
-    {**HEADERS, **DAMAGED}[case](header)
-    put(PATH, header, data)
-    message = "truncated, damaged or not in the format" if case in HEADERS else r"damaged \(SHA-256 mismatch\); restore"
-    with pytest.raises(CheckpointError, match=rf"c\.safetensors is {message}"):
-        read()
+    found = set()
+    for place in rng.integers(0, len(whole), 150):
+        PATH.write_bytes(whole[:place] + bytes([whole[place] ^ int(rng.integers(1, 256))]) + whole[place + 1:])
+        with pytest.raises(CheckpointError) as raised:
+            read()
+        found.add(next(said for said in ("truncated", "SHA-256", "is not a checkpoint") if said in str(raised.value)))
+    assert found >= {"truncated", "SHA-256"}
 
 
 @pytest.mark.parametrize("raw", [b"", b"1234567", (2**63).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") +
@@ -161,16 +114,6 @@ def test_a_forged_header_raises_before_a_value_is_returned(case):
 def test_what_is_no_safetensors_file_raises(raw):
     PATH.write_bytes(raw)
     with pytest.raises(CheckpointError, match=r"c\.safetensors is truncated, damaged or not in the format safetensors"):
-        read()
-
-
-def test_two_entries_of_one_name_are_never_read():
-    """JSON with a key twice: the library reads one of them, and the SHA-256 fails, or raises."""
-    sealed(PATH, described(), arrays())
-    header, data = parts_of(PATH)
-    text = json.dumps(header).replace('"b":', '"a":', 1).encode()
-    PATH.write_bytes(len(text).to_bytes(8, "little") + text + data)
-    with pytest.raises(CheckpointError, match=r"c\.safetensors is (truncated, )?damaged"):
         read()
 
 
@@ -184,11 +127,10 @@ class Malice:
     (pickle.dumps(Malice(), 0).decode(), "JSONDecodeError"),
     (described(complex=["d"]), "KeyError: 'd'"),
     (described(complex=["c"]), "c has 3 numbers in place of a complex one, expected 2"),
-    (described(complex=["i"]), "KeyError: 'int64'"), (described(complex=["s"]), "ValueError: not enough values"),
     (described(complex=["a", "a"]), "KeyError: 'complex64'"), (described(complex=7), "TypeError"), (described(), None)])
 def test_a_forged_description_raises(text, said):
     """Under a right SHA-256. Nothing is executed; controls: the pickle would have been, and a right description."""
-    sealed(PATH, text, {**arrays(), "i": np.zeros((2, 2), np.int64), "s": np.array(1, np.float32)})
+    sealed(PATH, text, arrays())
     if said is None:
         read()
         pickle.loads(pickle.dumps(Malice(), 0))
@@ -206,24 +148,6 @@ def test_a_file_of_another_version_raises():
         read()
     sealed(PATH, described(version=6), arrays())
     assert read()[1]["version"] == 6
-
-
-@pytest.mark.parametrize("change", ["written", "cut"])
-def test_a_file_that_is_changed_in_place_while_it_is_read_raises(change):
-    """Control: an entry that is read before."""
-    saved()
-    with ExitStack() as opened:
-        first, *_, last = read_file(PATH, opened)[0].values()
-        first.read()
-        time.sleep(0.02)  # the clock of the file system
-        if change == "written":
-            with PATH.open("r+b") as other:
-                other.write(b"1")
-        else:
-            os.truncate(PATH, 10)
-        for entry in (first, last):
-            with pytest.raises(OSError, match=r"c\.safetensors cannot be read \(.*\); load another file"):
-                entry.read()
 
 
 @pytest.mark.parametrize("when", ["opened", "read"])
@@ -259,55 +183,3 @@ def test_what_is_no_array_in_a_row_is_saved_as_it_is():
     write_file(PATH.resolve(), {"a": turned, "c": turned * 1j}, ABOUT)
     assert read()[0]["a"].asnumpy().tolist() == turned.tolist()
     assert read()[0]["c"].asnumpy().tolist() == (turned * 1j).tolist()
-
-
-MEMORY = """
-import re, sys
-from pathlib import Path
-import mindspore as ms
-from mindspore import nn
-from safetensors.numpy import load_file
-from ms_accum import Accumulator, load_checkpoint, save_checkpoint
-
-network = nn.SequentialCell([nn.Dense(1500, 1500, has_bias=False, weight_init="ones") for _ in range(8)])
-accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.1), 2, reduction="sum")
-
-def held():
-    return {name: int(kilobytes) * 1024 for name, kilobytes in
-            re.findall(r"(VmHWM|VmRSS):\\s*(\\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))}
-
-def growth(do):
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak becomes what is held now
-    before = held()["VmRSS"]
-    do()
-    return held()["VmHWM"] - before
-
-def save():
-    save_checkpoint("c.safetensors", network, accumulator)
-
-def load():
-    load_checkpoint("c.safetensors", network, accumulator)
-
-save()
-load()  # MindSpore allocates state at its first use
-print(growth(save), growth(load), growth(lambda: load_file("c.safetensors")))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the peak of memory cannot be reset")
-def test_memory_grows_by_one_entry_at_most():
-    """Control: the library's own loading of all entries."""
-    # As users run it: MindSpore queues its kernels. What is freed goes back to the system at once.
-    environment = {name: value for name, value in os.environ.items() if name != "MS_DEV_HOST_BLOCKING_RUN"}
-    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    said = subprocess.run([sys.executable, "-c", MEMORY], env=environment, capture_output=True, text=True,
-                          check=True).stdout
-    save, load, whole = map(int, said.split())
-    size = PATH.stat().st_size
-    with safe_open(PATH, "np") as file:
-        largest = max(file.get_tensor(name).nbytes for name in file.keys())
-    assert size > 20 * largest
-    assert save <= 0.1 * size
-    assert 0.9 * largest <= load <= 1.1 * largest  # and the lists of names and places
-    assert whole >= 0.9 * size

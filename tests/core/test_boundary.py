@@ -131,6 +131,19 @@ def interrupted(boundary):
     raise KeyboardInterrupt
 
 
+def test_a_function_of_on_update_that_trains_is_not_called_for_the_windows_that_it_closes():
+    """The call that updated raises the error once all functions have returned. Control: one that only reads."""
+    train_step, calls = step_of(1), []
+    train_step.on_update(lambda step: calls.append("reads"))
+    train_step(*BATCH)
+    train_step.on_update(lambda step: (calls.append("trains"), step(*BATCH), step(*BATCH)))
+    train_step.on_update(lambda step: calls.append("last"))
+    with pytest.raises(RuntimeError, match=r"inside a function of on_update, which owns it"):
+        train_step(*BATCH)
+    assert calls == ["reads", "reads", "trains", "last"]
+    assert train_step.status().update_step == 4
+
+
 def test_new_memory_of_a_parameter_or_a_rate_is_noticed():
     """At a flush and where an epoch begins. Control: a value that is assigned."""
     for of in ("parameter", "rate"):

@@ -13,7 +13,7 @@ from ms_accum.distributed.buckets import Buckets, filled
     ({"zero": 1, "sync": "microbatch"}, r'got zero=1 with sync="microbatch", .*; give zero=2, or sync="window"'),
     ({"zero": 2, "sync": "window"}, r'got zero=2 with sync="window", .*; give zero=1, or sync="microbatch" or "node"'),
     ({"ranks_per_node": 2}, r'got ranks_per_node=2 with sync="window", which does not use nodes; give sync="node"'),
-    ({"bucket_mib": 0}, "bucket_mib is 0, expected a finite number"), ({"compare": 1}, "compare is 1 of type int, expected"),
+    ({"bucket_mib": 0}, "bucket_mib is 0, expected a finite number"), ({"compare": 1}, "compare is 1 of type int"),
     ({"broadcast": None}, "broadcast is None"), ({"elementwise": "yes"}, "elementwise is 'yes'")])
 def test_options_that_do_not_fit(options, message):
     with pytest.raises((TypeError, ValueError), match=message):

@@ -1,18 +1,14 @@
-"""Each trap of the page what-mindspore-does is still there, and so is its workaround.
-
-If the first test fails, MindSpore has changed: remove the workaround, and its section of the page.
-"""
+"""Each trap of the page what-mindspore-does is still there. If not, MindSpore has changed: remove its section."""
 import json
 import re
 from pathlib import Path
 
 import mindspore as ms
 import pytest
-from support.pages import PAGES, ROOT, blocks_of
+from support.pages import PAGES, blocks_of
 from support.processes import run_python
 
 PAGE = PAGES["what-mindspore-does"]
-WORKAROUND = re.compile(r'`([\w/]+\.py)`: "([^"]+)"')
 # Runs files one after the other, each with the names of those before. Graph mode reads the source of functions.
 RUN = """
 import contextlib, io, json, runpy, sys, traceback
@@ -30,9 +26,8 @@ print(json.dumps(printed))
 
 def traps_of(page):
     """Return the text of each trap by its title. What all of them share comes first, without a title."""
-    introduction, *sections = re.split(r"^(?=##+ )", page, flags=re.MULTILINE)
-    return {"": introduction} | dict(
-        section.removeprefix("### ").split("\n", 1) for section in sections if section.startswith("### "))
+    introduction, *sections = re.split(r"^(?=## )", page, flags=re.MULTILINE)
+    return {"": introduction} | dict(section.removeprefix("## ").split("\n", 1) for section in sections)
 
 
 def changed(page):
@@ -46,14 +41,6 @@ def changed(page):
             if not block._replace(printed=block.printed or "").agrees(text)}
 
 
-def missing(page):
-    """Return the workarounds that are not where the page says: the quoted words have to stand in the file."""
-    def text_of(name):
-        return re.sub(r"\s+(?:# +)?", " ", (ROOT / name).read_text(encoding="utf-8"))
-
-    return [(name, words) for name, words in WORKAROUND.findall(page) if words not in text_of(name)]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(tuple(map(int, ms.__version__.split(".")[:2])) < (2, 10), reason="the page is about MindSpore 2.10")
 def test_mindspore_still_does_what_the_page_says(monkeypatch):
@@ -62,17 +49,14 @@ def test_mindspore_still_does_what_the_page_says(monkeypatch):
     assert changed(PAGE) == {}
 
 
-def test_each_trap_has_a_block_that_prints_and_a_workaround_that_names_it():
+def test_each_trap_has_a_block_that_prints():
     _, *traps = traps_of(PAGE).items()
-    assert len(traps) == PAGE.count("\n### ") == 21
+    assert len(traps) == 6
     for title, text in traps:
         assert [block for block in blocks_of(text) if block.printed], title
-        assert WORKAROUND.search(text), title
-    assert len(WORKAROUND.findall(PAGE)) == PAGE.count('.py`: "') > 30
-    assert missing(PAGE) == []
 
 
-TRAP = """### {}
+TRAP = """## {}
 
 ```python
 {}
@@ -84,15 +68,11 @@ It prints:
 2
 ```
 
-Worked around in `setup.py`: "{}".
-
 """
 
 
-def test_a_change_an_error_and_a_lost_workaround_are_seen():
+def test_a_change_and_an_error_are_seen():
     page = "".join(TRAP.format(*trap) for trap in (
-        ("same", "two = 2\nprint(two)", "from setuptools import"), ("other", "print(two + 1)", "from setuptools"),
-        ("error", "print(three)", "no such words")))
+        ("same", "two = 2\nprint(two)"), ("other", "print(two + 1)"), ("error", "print(three)")))
     assert {title: text.splitlines()[-1] for title, text in changed(page).items()} == {
         "other": "3", "error": "NameError: name 'three' is not defined"}
-    assert missing(page) == [("setup.py", "no such words")]

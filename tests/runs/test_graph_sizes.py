@@ -2,7 +2,6 @@
 import os
 import re
 from functools import partial
-from unittest.mock import patch
 
 import mindspore as ms
 import numpy as np
@@ -12,7 +11,6 @@ from support.modes import compiled
 
 from ms_accum import Accumulator
 from ms_accum.batch_size import GradientNoiseScale
-from ms_accum.distributed import buckets
 from ms_accum.distributed.buckets import Buckets
 from ms_accum.tensors import finite_sum
 
@@ -39,28 +37,22 @@ def stepping(count):
     return step
 
 
-@ms.jit_class
-class Alone(Buckets):
-    """Buckets without ranks, of 16 bits and 32 in turn if mixed: a sum over ranks is twice what it sums."""
-
-    def __init__(self, weights, mixed, size):
-        dtypes = tuple([(ms.float32, ms.float16)[i % 2 if mixed else 0] for i in range(len(weights))])
-        with patch.object(buckets.ops, "AllReduce", lambda group: None), patch.object(
-                buckets.ops, "AllGather", lambda group: None):
-            Buckets.__init__(self, weights, dtypes, size, 0, 2)
-        self.sum = double
+def buckets_of(count, mixed, size):
+    """Buckets of 16 bits and 32 in turn if mixed."""
+    return Buckets([(2, 2)] * count, [(ms.float32, ms.float16)[i % 2 if mixed else 0] for i in range(count)], size)
 
 
 def double(values):
+    """In place of a sum over ranks: twice what it sums."""
     return values + values
 
 
 def exchanging(count, mixed):
     """Sum gradients of all ranks, in units of the weight."""
-    of_ranks = Alone(parameters(count), mixed, 2**20)
+    of_ranks = buckets_of(count, mixed, 2**20)
 
     def step(weight, *grads):
-        return finite_sum(of_ranks.all_reduce(grads, (weight,), weight, weight)[0])
+        return finite_sum(of_ranks.summed(double, grads, weight, (weight,))[0])
 
     return step
 
@@ -108,10 +100,10 @@ def test_each_gradient_adds_as_many_operands(graphs, tmp_path, monkeypatch):
 def test_buckets_hold_each_gradient(mixed, mode):
     """In the order of the parameters."""
     grads = [Tensor(np.arange(4).reshape(2, 2) + 10 * i, ms.float32) for i in range(9)]
-    of_ranks = Alone(parameters(9), mixed, 100)
+    of_ranks = buckets_of(9, mixed, 100)
 
     def step(weight, *grads):
-        return of_ranks.all_reduce(grads, (weight, weight + 1), weight, weight)
+        return of_ranks.summed(double, grads, weight, (weight, weight + 1))
 
     summed, numbers = compiled(step, mode)(Tensor(0.5), *grads)
     assert [one.asnumpy().tolist() for one in summed] == [one.asnumpy().tolist() for one in grads]

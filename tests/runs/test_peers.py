@@ -1,10 +1,5 @@
-"""What users of other libraries have: a limit of skips, updates of a run, empty microbatches, a careful optimizer.
-
-Empty microbatches and samples along another axis are drawn in test_differential.py; what is seen and skipped, and a
-limit of skips, in any order of calls in test_machine.py.
-"""
+"""What users of other libraries have: updates of a run, empty microbatches, a careful optimizer."""
 import mindspore as ms
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +9,7 @@ from support.modes import compiled_graphs
 from support.pages import recipe
 from support.training import LOSS, sgd, step_of
 
-from ms_accum import TrainOneStepCell, load_checkpoint, make_train_step, save_checkpoint, until_weight, updates_of
+from ms_accum import TrainOneStepCell, until_weight, updates_of
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
@@ -29,30 +24,6 @@ from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 def test_what_cannot_be_meant_is_refused(error, message, call):
     with pytest.raises(error, match=message):
         call()
-
-
-# --- so many skips in a row -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("policy", "noun"), [
-    ("skip_microbatch", "microbatches or pieces"), pytest.param("skip_window", "windows", marks=pytest.mark.slow)])
-def test_the_limit_of_skips_is_said_once_for_each_skip_and_compiles_nothing(policy, noun):
-    """Also if a run that was loaded has skipped as many in all."""
-    (x, y), network = tensors(*batches([4])[0]), MLP()
-    step = make_train_step(mean_loss(network), sgd(network), 2, on_nonfinite=policy, max_skips=0)
-    said = rf"^more than max_skips=0 {noun} in a row were skipped \(\d by now, \d in all\), .* another call continues"
-    save_checkpoint("before.safetensors", network, step)
-    for _ in range(2):
-        step(x * np.nan, y)
-        with pytest.raises(RuntimeError, match=said):
-            step(x * np.nan, y)
-        assert (step.updated, step.flush()) == (False, False)
-        load_checkpoint("before.safetensors", network, step)
-    graphs = compiled_graphs()
-    step(x, y)
-    with pytest.raises(RuntimeError, match=said):
-        step(x * np.nan, y)
-    assert compiled_graphs() == graphs
 
 
 # --- updates made -----------------------------------------------------------------------------------------------------
@@ -88,7 +59,7 @@ def test_nothing_is_compiled_for_a_microbatch_without_rows(mode_named):
         assert (float(loss) == 0, bool(dropped), float(scale)) == (len(x) == 0, False, 8)
         graphs.append(compiled_graphs())
     assert graphs[1] == graphs[-1]  # the end of a window is compiled for the host when it is first needed
-    assert (int(cell.accumulator.update_step), int(cell.accumulator.seen)) == (3, 8)
+    assert (cell.status().update_step, cell.status().seen) == (3, 8)
 
 
 # --- an optimizer that is careful: a recipe of the guide --------------------------------------------------------------
@@ -97,7 +68,7 @@ def test_nothing_is_compiled_for_a_microbatch_without_rows(mode_named):
 def test_an_optimizer_may_clip_elements_and_leave_out_updates(mode_named):
     """As without accumulation, on the undivided batch. Controls: elements are clipped, and one update is left out."""
     (x, y), plain, network, after = batches([8])[0], MLP(), MLP(), []
-    expected, optimizer = (recipe("limits", "Careful")(one.trainable_params(), 0.1, 0.9) for one in (plain, network))
+    expected, optimizer = (recipe("recipes", "Careful")(one.trainable_params(), 0.1, 0.9) for one in (plain, network))
     cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), optimizer, 2)
     for scale in (1.0, 10.0, 1.0):
         mode_named("pynative")
@@ -108,6 +79,6 @@ def test_an_optimizer_may_clip_elements_and_leave_out_updates(mode_named):
             cell(*tensors(x[rows] * scale, y[rows]))
         after.append((values(plain.trainable_params()), max(float(g.abs().max()) for g in gradients)))
         assert difference(values(network.trainable_params()), after[-1][0]) < 1e-4
-    assert int(cell.accumulator.update_step) == 3
+    assert cell.status().update_step == 3
     assert max(largest for _, largest in after) > 0.25
     assert difference(after[0][0], after[1][0]) == 0 < difference(after[1][0], after[2][0])

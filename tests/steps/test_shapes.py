@@ -1,5 +1,4 @@
 """Batches of many lengths: declared dynamic shapes make what static shapes make, with one graph; else a hint."""
-import warnings
 
 import mindspore as ms
 import numpy as np
@@ -8,7 +7,7 @@ from mindspore import Tensor, nn, ops
 from support.modes import compiled_graphs, recorded_warnings, running
 from support.training import sgd
 
-from ms_accum import TrainOneStepCell, make_train_step
+from ms_accum import make_train_step
 from ms_accum.core.window import WEIGHT
 from ms_accum.selftest.comparing import difference, values
 
@@ -135,21 +134,6 @@ def test_a_batch_that_contradicts_its_declaration_is_an_error_and_the_step_goes_
 
     with pytest.raises(ValueError, match=r"declared shape of tokens has no known number of axes, .*\(32, None\)"):
         make_train_step(unknown, sgd(loss), 2)(*batch)
-
-
-def test_set_inputs_that_has_no_effect_causes_a_warning():
-    """Control: none if the function itself is declared."""
-    loss = MeanLoss()
-    loss.network.set_inputs(LENGTH)
-    batch, = batches_of(4, (5,))
-    with running("pynative"), pytest.warns(
-            UserWarning, match="^set_inputs of Language has no effect, because forward_fn .*enable_dynamic"):
-        make_train_step(function_of(loss), sgd(loss), 1)(*batch)
-    with running("graph"), pytest.warns(UserWarning, match="^set_inputs of Language .* by set_inputs of MeanLoss"):
-        TrainOneStepCell(loss, sgd(loss), 1)(*map(Tensor, batch))
-    with running("pynative"), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        make_train_step(declared(function_of(loss)), sgd(loss), 1)(*batch)
 
 
 @pytest.mark.usefixtures("compiled_if_slow")

@@ -43,5 +43,5 @@ def recorded_warnings():
     """Record all warnings but those of windows that earlier tests have left open, which come at any moment."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warnings.filterwarnings("ignore", "a window of the accumulator .* is lost")
+        warnings.filterwarnings("ignore", "a window of .* is lost")
         yield caught

@@ -6,8 +6,10 @@ FOLDER/rank<r>.json under the name of the case.
 import json
 import os
 import sys
+import warnings
 from contextlib import redirect_stdout
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from time import perf_counter, sleep
 
@@ -18,6 +20,7 @@ from mindspore import Tensor, amp, nn, ops
 from mindspore.communication import get_group_size, get_rank, init
 
 from ms_accum import Accumulator, DataParallel, make_train_step, shard_parameters
+from ms_accum.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from ms_accum.distributed import meeting
 from ms_accum.distributed.exchange import BUILD, LOAD, SAVE
 from support import protocols
@@ -27,9 +30,10 @@ from support.scripts import run_here
 MNIST = ("--epochs", "2", "--batch-size", "400", "--momentum", "0.9", "--save", "run.safetensors")
 FAST = ("fast",)
 LAUNCHES = {  # ranks, cases
-    "fast": (2, ["drawn:0:12", "named", "calls", "by_hand", "values", "held", "evaluated", "stuck", "failing"]),
+    "fast": (2, ["drawn:0:12", "named", "calls", "by_hand", "values", "resumed", "held", "evaluated", "stuck",
+                 "failing"]),
     "drawn": (2, [f"drawn:{first}:100" for first in range(100, 500, 100)]),
-    "four": (4, ["drawn:1000:100", "values"]),
+    "four": (4, ["drawn:1000:100", "values", "resumed"]),
     "uncompared": (2, ["uncompared"]),
     "optimizers": (2, ["optimizers"]),
     "left": (2, ["left_alone"]),
@@ -251,6 +255,37 @@ def flat_list(value):
 def _fails_on_rank_1(rank):
     if rank == 1:
         raise OSError("no such file")
+
+
+def resumed(rank):
+    """{kind: how far a run that was stopped ends from an unbroken one: saved in `on_update`, and in an open window}"""
+    data = [[batch_of((2 + i % 2, 100 * epoch + 10 * rank + i, False)) for i in range(7 - rank % 4)]
+            for epoch in range(2)]
+    found = {}
+    def finish(network, step):
+        for epoch in range(step.epochs, 2):
+            for _ in step.epoch(data[epoch], skip=step.trained):
+                pass
+        return flat(network)
+
+    for kind in (*KINDS, *(protocols.NODES if get_group_size() == 4 else {})):
+        draw, path = PLAIN._replace(kind=kind), FOLDER / f"{kind}.safetensors"
+        unbroken, found[kind] = finish(*step_of(draw, 0)), []
+        for stops in ("update", "window"):
+            network, step = step_of(draw, 0)
+            save = partial(save_checkpoint, path, network)
+            if stops == "update":
+                step.on_update(lambda step, save=save: step.update_step == 2 and save(step))
+                finish(network, step)
+            else:
+                list(islice(step.epoch(data[0]), 3))
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)
+                    save(step)
+            network, step = step_of(draw, 1)
+            load_checkpoint(path, network, step)
+            found[kind].append(float(np.abs(finish(network, step) - unbroken).max()))
+    return found
 
 
 def held(rank):

@@ -4,7 +4,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mindspore as ms
 import networks
@@ -155,7 +155,7 @@ def ms_accum_weights(start: Start, is_sum: bool) -> Way:
 
     step = make_train_step(summed if is_sum else forward_fn, start.optimizer, start.pieces, weight_fn=count,
                            loss_reduction="sum" if is_sum else "mean")
-    return Way(step, tuple(step.accumulator.parameters))
+    return Way(step, state_of(step))
 
 
 def ms_accum_budget(start: Start) -> Way:
@@ -178,20 +178,19 @@ def ms_accum_pieces(start: Start) -> Way:
 
 def _ours(start: Start, accumulate_step: int, pieces: int, whole_window: bool = False, **options: object) -> Way:
     step = make_train_step(start.forward_fn, start.optimizer, accumulate_step, pieces=pieces, **options)
-    acc = step.accumulator
+    return Way(step, state_of(step), whole_window, close=step.boundary.close)
 
-    @ms.jit
-    def close() -> Tensor:
-        acc.apply()
-        return acc.update_step + 0
 
-    return Way(step, tuple(acc.parameters), whole_window, close=close)
+def state_of(step: Any) -> tuple[Parameter, ...]:
+    """What a train step or an accumulator keeps from call to call."""
+    window = step.boundary.window
+    return (*window.buffers, window.counts, window.sums, window.zero, *window.state.values())
 
 
 def by_hand(start: Start) -> Way:
     """The accumulator alone, as in a script of the tutorial."""
     acc = Accumulator(start.optimizer, start.pieces, reduction="sum")
-    return Way(train_step_with(acc, start.grad_fn(start.pieces)), tuple(acc.parameters))
+    return Way(train_step_with(acc, start.grad_fn(start.pieces)), state_of(acc))
 
 
 class Rank(MindSpore):
