@@ -20,16 +20,14 @@ class Stage:
         loss * loss_scale ─► backward ─ weigh, measure ─► buffers           # each piece of a microbatch
         exchange ─ accepts ─► on_update ─► optimizer ─ on_close             # each window
 
-    By default, no method changes anything. All methods except `bind` are compiled in graph mode. Give a stage of your
-    own as `make_train_step(..., stages=(stage,))`, or to any function that takes the options of an accumulator.
+    By default, no method changes anything. All methods except `bind` are compiled in graph mode. Give it by `stages=`.
 
     Attributes:
         measures: Number of values that `measure` returns; `measured`: where they are among a window's numbers.
         state: Its Parameters, which change only when a window closes. They are part of checkpoints.
         exchange: That of the accumulator, once the stage is part of one.
 
-    Source: a chain of gradient transformations, as in optax. The loss scale, the skipping of `optax.skip_not_finite`
-    and the noise scale of McCandlish et al. (2018) are stages.
+    Source: a chain of gradient transformations, as in optax.
 
     Example:
         >>> import mindspore as ms, numpy as np
@@ -41,8 +39,7 @@ class Stage:
         ...         self.value = ms.Parameter(ms.Tensor(0.0), name="largest", requires_grad=False)
         ...         self.state = (self.value,)
         ...     def on_update(self, window):
-        ...         gradients = window["gradients"]
-        ...         ops.assign(self.value, gradients[0].max() * window["unit"] / window["weight"])
+        ...         ops.assign(self.value, window["gradients"][0].max() * window["unit"] / window["weight"])
         >>> network, stage = nn.Dense(2, 1), Largest()
         >>> def forward_fn(x):
         ...     return network(x).mean()
@@ -98,19 +95,14 @@ class Stage:
 
 
 def overrides(stage: Stage, *methods: str) -> bool:
-    """Return whether a stage overrides one of these methods.
-
-    Others are not called in a graph: a method that does nothing makes MindSpore warn of eliminated side effects.
-    """
+    """Return whether a stage overrides one of these methods."""
+    # Others are not called in a graph: a method that does nothing makes MindSpore warn of eliminated side effects.
     return any(getattr(type(stage), method) is not getattr(Stage, method) for method in methods)
 
 
 @jit_class
 class Called:
-    """Hold the stages that override each method, and tell each where its measures are among a window's numbers.
-
-    `first`: the place of the first measure.
-    """
+    """Hold the stages that override each method, and tell each where its measures are, from place `first` on."""
 
     def __init__(self, stages: tuple[Stage, ...], first: int) -> None:
         def among(*methods: str) -> tuple[Stage, ...]:
@@ -184,13 +176,13 @@ def checked_stages(on_nonfinite: object, scaler: object, stages: object) -> tupl
                          '"skip_window", which both drop the window')
     given = instance_of("stages", stages, (tuple, list), "a tuple of stages")
     own = tuple(instance_of(f"stages[{i}]", stage, Stage, "a ms_accum.Stage") for i, stage in enumerate(given))
-    scaling: tuple[Stage, ...] = ()
-    if scaler is not None:
-        is_static = type(checked_loss_scaler(scaler)).adjust is amp.StaticLossScaler.adjust
-        scaling = ((LossScale if is_static else AdjustedLossScale)(scaler),)  # type: ignore[arg-type]
     if on_nonfinite == "skip_microbatch":
-        return (*scaling, SkipMicrobatch(), *own)
-    return (*scaling, SkipWindow(), *own) if scaling or on_nonfinite == "skip_window" else own
+        return (SkipMicrobatch(), *own)
+    if scaler is None:
+        return (SkipWindow(), *own) if on_nonfinite == "skip_window" else own
+    is_static = type(checked_loss_scaler(scaler)).adjust is amp.StaticLossScaler.adjust
+    scaling = (LossScale if is_static else AdjustedLossScale)(scaler)
+    return (scaling, SkipWindow(), *own)
 
 
 def checked_max_skips(max_skips: object, drops: bool) -> Optional[int]:
