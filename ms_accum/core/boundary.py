@@ -38,11 +38,8 @@ from .window import (
     IN_ROW,
     LAST,
     MARK,
-    MEAN,
     MEASURED,
-    NORM,
     PART,
-    REST,
     SKIPPED,
     UPDATES,
     WEIGHT,
@@ -367,9 +364,10 @@ class Boundary:
         counts, sums = self._copies()
         _require_whole(counts[MARK])
         _, held, added, updates, windows, skipped, in_row, empty = counts.tolist()
-        seen = int(self.window.seen.asnumpy()) + round(float(sums[REST]))
+        weight, loss, norm, rest = sums[LAST:MEASURED].tolist()
+        seen = int(self.window.seen.asnumpy()) + round(rest)
         return Status(updates, held, windows, skipped, in_row, empty, seen, self.place.epochs, added - self.place.first,
-                      *(float(sums[i]) for i in (MEAN, LAST, NORM)))
+                      loss, weight, norm)
 
     def require_unchanged(self) -> None:
         """Raise an error if a parameter was frozen or got new memory, or `param_groups` was changed."""

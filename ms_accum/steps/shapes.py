@@ -56,9 +56,9 @@ def required(value: Any, declared: Tensor, column: object) -> Tensor:
 
 
 class Shapes:
-    """Take the dynamic shapes that a script declares, and count the shapes for which graphs are compiled.
+    """Take the shapes that `function` declares as dynamic, and count those for which graphs are compiled.
 
-    `function` is what takes the batch, and may declare its shapes; `takes_any`: no graph has to know how many samples.
+    `takes_any`: no graph has to know how many samples there are.
     """
 
     def __init__(self, function: Callable, name: str, takes_any: bool = False) -> None:
@@ -89,15 +89,13 @@ class Shapes:
         return samples, cut, names
 
     def inputs_of(self, samples: int, cut: Cut, names: tuple[str, ...]) -> Optional[Inputs]:
-        """Return what is declared of batches of this layout, for its graphs; None if nothing is.
-
-        The number of samples is known in them, unless they take any.
-        """
+        """Return what is declared of batches of this layout, for its graphs; None if nothing is."""
         inputs = self.declared(len(cut), names)
         if inputs.declared.count(None) == len(cut):
             return None
         if self.takes_any:
             return inputs
+        # The number of samples is known in them.
         return Inputs(tuple([
             with_length(given, axis, samples) if given is not None and axis is not None and given.shape[axis] < 0
             else given for given, axis in zip(inputs.declared, cut)]), inputs.columns)

@@ -18,15 +18,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from ..arguments import (
-    Uncopied,
-    boolean,
-    instance_of,
-    one_of,
-    require_callable,
-    require_options,
-    whole_number,
-)
+from ..arguments import Uncopied, boolean, instance_of, one_of, require_callable, require_options, whole_number
 from ..core.accumulator import REDUCTIONS, Options, boundary_of
 from ..core.boundary import Boundary, Status
 from ..core.stream import Stream
