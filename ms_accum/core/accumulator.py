@@ -120,26 +120,24 @@ class Accumulator(Uncopied):
     `make_train_step` or `TrainOneStepCell`, which know the place in the data.
 
     Args:
-        optimizer: A MindSpore optimizer without a `loss_scale` of its own. If its parameters are slices (see
-            `shard_parameters`), give gradients of the whole parameters, `weights`.
+        optimizer: A MindSpore optimizer without a `loss_scale` of its own.
         accumulate_step: Number of microbatches in a window: an int; a dict `{update_step: n}`, piecewise constant, with
             the key 0; or `until_weight(budget)`.
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` without clipping. None computes no norm. Norms above 8e12 count as infinite.
         reduction: "mean" or "sum", as above. Required: the wrong one makes updates N times too large, or too small.
-        buffer_dtype: dtype of the buffers. None: the parameter's dtype, but float32 for float16 and bfloat16. Sums in
-            16 bits overflow, or stop growing; a warning is given for windows that are too long.
+        buffer_dtype: dtype of the buffers. None: the parameter's dtype, but float32 for float16 and bfloat16.
         on_nonfinite: What to do with gradients that hold NaN or infinity. "apply": apply them like other values.
             "skip_microbatch": give the microbatch (or the piece, if it is cut) the weight 0; it still counts in its
             window. "skip_window": drop the window when it closes, without an update. Both also drop a window of weight
             0; with "apply", it updates with a gradient of 0.
-        max_skips: Largest number of windows that may be dropped in a row; one more raises a RuntimeError where counters
-            are read: at a flush, in each 64th microbatch of an epoch. None: no limit.
+        max_skips: Largest number of windows that may be dropped in a row; one more raises a RuntimeError, at a flush or
+            in each 64th microbatch of an epoch. None: no limit.
         reducer: A `DataParallel`, for several ranks; then `add` in the graph, and call `close()` after it.
         stages: A tuple of stages, such as a `ms_accum.batch_size.GradientNoiseScale`; see `ms_accum.Stage`.
-        loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16.
-            Differentiate `scaled(loss)`. When the window closes, the gradient is divided by the scale, and the scaler
-            is adjusted once. A window whose gradient holds NaN or infinity, or whose weight is 0, is dropped.
+        loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16;
+            differentiate `scaled(loss)`. The gradient is divided by the scale, and the scaler adjusted, once for each
+            window. A window whose gradient holds NaN or infinity, or whose weight is 0, is dropped.
 
     Attributes:
         weights: The parameters to give gradients for, in the optimizer's order: ParameterTuple.
@@ -182,19 +180,12 @@ class Accumulator(Uncopied):
         self.names, self.shapes = tuple(p.name for p in self.weights), tuple(tuple(p.shape) for p in self.weights)
 
     def __call__(self, grads: Gradients, weight: Scalar = 1.0) -> Tensor:
-        """Add the gradients of one microbatch, and update if the window is full.
+        """Add the gradients of one microbatch, and update if the window is full. Return whether it closed: bool `()`.
 
         Args:
             grads: A gradient for each of `weights`, in their order and shapes.
             weight: A number >= 0 or a Tensor of shape `()`. With 0, the microbatch counts, but its gradient is ignored.
                 A Tensor that is negative or infinite counts as NaN, which makes the accumulated gradient NaN.
-
-        Returns:
-            Whether this microbatch closed the window: bool Tensor of shape `()`.
-
-        Raises:
-            TypeError, ValueError: If `grads` or `weight` does not fit (in graph mode: when the graph is compiled), or
-                there is a reducer: ranks have to meet on the host before they exchange.
         """
         self.add(grads, weight)
         return self.close_if(self.window.is_full())
@@ -222,10 +213,7 @@ class Accumulator(Uncopied):
         return self.window.scale_loss(loss)
 
     def close(self) -> bool:
-        """Close the window if it is full, on the host: call it after each `add`. Return whether it was closed.
-
-        With several ranks, all call it: they meet, and exchange. It waits for the device.
-        """
+        """Close the window if it is full, on all ranks: call it after each `add`. Return whether it was closed."""
         self.boundary.missing, self.boundary.is_closed = None, False
         self.boundary.known()
         return self.boundary.is_closed

@@ -26,7 +26,14 @@ def straight(function: Callable, window: Window, inputs: Optional[Callable] = No
                 ops.assign(zero, 0.0)
             return result
     if inputs is not None:
-        return _dynamic(graph, inputs)
+        cell = _Graph(graph)
+        run = ms.jit(cell)
+
+        def call(*arguments: Any) -> Any:
+            cell.set_inputs(*inputs(arguments))  # in each call: arguments without a declaration may change their shapes
+            return run(*arguments)
+
+        return call
 
     def named(*arguments: Any) -> Any:
         return graph(*arguments)
@@ -45,14 +52,3 @@ class _Graph(nn.Cell):
     def construct(self, *arguments: Any) -> Any:
         """Return `function(*arguments)`."""
         return self.function(*arguments)
-
-
-def _dynamic(function: Callable, inputs: Callable) -> Callable:
-    graph = _Graph(function)
-    run = ms.jit(graph)
-
-    def call(*arguments: Any) -> Any:
-        graph.set_inputs(*inputs(arguments))  # in each call: arguments without a declaration may change their shapes
-        return run(*arguments)
-
-    return call

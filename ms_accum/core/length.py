@@ -106,8 +106,6 @@ def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
     The budget is that of one rank: if ranks exchange each microbatch, a window closes at `budget` times the number of
     these ranks. A train step reads the window's weight after each microbatch, which waits for the device.
 
-    Source: fairseq's `--max-tokens` bounds a batch in this way.
-
     Example:
         >>> from ms_accum import until_weight
         >>> print(until_weight(65_536, at_most=16))
@@ -121,7 +119,7 @@ def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
     """Convert a schedule of epochs, `{epoch: n}` with the key 0, to one of updates, for `accumulate_step`.
 
     It is exact if every epoch has `microbatches` microbatches on each rank and ends with a flush, and no window is
-    dropped. Source: Lightning's `GradientAccumulationScheduler`, which counts epochs.
+    dropped, as in Lightning's `GradientAccumulationScheduler`.
 
     Example:
         >>> from ms_accum import by_epoch

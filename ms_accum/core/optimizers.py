@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from math import inf, nan, prod
+from math import inf, nan
 from numbers import Real
 from typing import Any, Union
 from warnings import warn
@@ -175,9 +175,6 @@ def checked_parameters(optimizer: object, name: str = "optimizer") -> tuple[Para
         if parameter.dtype not in FLOATS:
             raise TypeError(f"{parameter.name} is a parameter of {parameter.dtype}, expected a float dtype; "
                             "leave it out of the optimizer")
-        if prod(parameter.shape) == 0:
-            raise ValueError(f"{parameter.name} has shape {tuple(parameter.shape)}, expected at least one element; "
-                             "leave it out of the optimizer")
     require_trainable(parameters)
     twice = next((name for name, times in Counter(p.name for p in parameters).items() if times > 1), None)
     if twice is not None:

@@ -52,15 +52,13 @@ def make_grad_cache_step(
     Args:
         encode_fn: `(*piece) -> representations`: a Tensor of shape `(m, ...)` with one representation per sample, or a
             tuple of such Tensors of one float dtype. A representation may depend on its own sample only, and both
-            passes must compute the same values: Dropout raises an error when the step runs. BatchNorm normalises each
-            piece, not the batch, and its moving statistics are updated twice.
+            passes must compute the same values: no Dropout. BatchNorm normalises each piece, not the batch.
         loss_fn: `(*representations) -> loss` of the whole batch, a float Tensor of shape `()`. It may have parameters.
         optimizer, accumulate_step, network, **options: As in `make_train_step`. A batch is one microbatch, weighted by
             its number of samples. With several ranks, each rank uses the negatives of its own batch.
         pieces: Number of pieces that a batch is cut into; the last one may be shorter.
 
-    Source: Gao et al., "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021
-    (https://arxiv.org/abs/2101.06983).
+    Source: Gao et al., 2021 (https://arxiv.org/abs/2101.06983).
 
     Example:
         >>> import numpy as np

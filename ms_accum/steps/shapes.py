@@ -43,16 +43,14 @@ class Inputs:
 
 def required(value: Any, declared: Tensor, column: object) -> Tensor:
     """Return what is declared of a column. Raise TypeError or ValueError for a value that contradicts it."""
-    shape, dtype = declared.shape, str(declared.dtype).lower()
+    shape, is_typed = declared.shape, isinstance(value, Tensor) and value.dtype == declared.dtype
+    if is_typed and len(shape) == value.ndim and all(n in (-1, given) for n, given in zip(shape, value.shape)):
+        return declared
     got = f"{str(value.dtype).lower()} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-    said = (f"column {column} of the batch is {got}, expected the declared {dtype} of shape "
-            f"({', '.join('None' if n < 0 else str(n) for n in shape)}); declare the dtype and lengths that batches "
-            "have, None for each length that changes, or leave the column out")
-    if not isinstance(value, Tensor) or value.dtype != declared.dtype:
-        raise TypeError(said)
-    if len(shape) != value.ndim or any(n not in (-1, given) for n, given in zip(shape, value.shape)):
-        raise ValueError(said)
-    return declared
+    raise (ValueError if is_typed else TypeError)(
+        f"column {column} of the batch is {got}, expected the declared {str(declared.dtype).lower()} of shape "
+        f"({', '.join('None' if n < 0 else str(n) for n in shape)}); declare the dtype and lengths that batches have, "
+        "None for each length that changes, or leave the column out")
 
 
 class Shapes:

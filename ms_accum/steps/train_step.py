@@ -106,8 +106,7 @@ class TrainStep(Uncopied):
                     ...
 
         The last window is applied before the last loss is yielded, so one batch is read ahead: a generator sees the
-        body of the loop one batch late, and `break` on an iterator that is shared loses that batch. An error while
-        reading is raised after the loss of the previous batch was yielded.
+        body of the loop one batch late, and `break` on an iterator that is shared loses that batch.
 
         The loop owns the step: after a call of the step, another loop or a load, it raises a RuntimeError at its next
         batch. In its body, read, evaluate, log, save, set the rate, `flush()`, or `reset()` a bad window. `break`
@@ -119,9 +118,6 @@ class TrainStep(Uncopied):
             skip: How many batches of the epoch to skip: `train_step.trained` goes on where it was stopped, 0 begins it
                 again. They are read, but not looked at. None: 0, and an error after `load_checkpoint` of a file that
                 stops inside an epoch.
-
-        Yields:
-            The loss, or `(loss, aux)`, of each microbatch: Tensors, so that the host need not wait for the device.
         """
         if skip is not None:
             skip = whole_number("skip", skip, "it is the number of batches to skip", minimum=0)
@@ -159,10 +155,7 @@ class TrainStep(Uncopied):
         self.boundary.end_epoch()
 
     def flush(self) -> bool:
-        """Apply the incomplete window if one is open. Return whether there was one. `epoch` calls it at its end.
-
-        With several ranks, every rank calls it: each takes part in the windows of the others until no rank has data.
-        """
+        """Apply the incomplete window, on all ranks. Return whether one was open. `epoch` calls it at its end."""
         return self.boundary.flush()
 
     def reset(self) -> None:
@@ -403,9 +396,9 @@ def make_train_step(
             `forward_fn`, e.g. the number of unmasked tokens. None: the number of samples. Pieces of weight 0 are
             ignored, even if their loss is 0/0. A weight that is negative, NaN or infinite makes the loss NaN.
         has_weight: Whether `forward_fn` returns `(loss, weight)`, with `has_aux` `(loss, weight, aux)`, in place of a
-            `weight_fn`: for models that count their own tokens. The weight is not differentiated.
+            `weight_fn`: for models that count their own tokens.
         loss_reduction: "mean", or "sum" if `forward_fn` returns the *sum* over its samples (or unmasked tokens), in
-            float32, and the weight is their number. For weights that change, a sum takes less time and memory.
+            float32, and the weight is their number.
         has_aux: Whether `forward_fn` returns `(loss, aux)`. With `pieces > 1`, aux is a Tensor or a tuple of Tensors:
             those of shape `()` are averaged over the pieces by weight, those with one entry per sample are joined.
         eager: Whether to run op by op, without graphs, in PyNative mode: for networks that MindSpore cannot compile,
@@ -418,8 +411,6 @@ def make_train_step(
     Returns:
         A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is a float32 Tensor of shape `()`: the
         weighted mean over the pieces, never divided by `accumulate_step`.
-
-    Source: `loss_reduction="sum"` is Megatron's `calculate_per_token_loss`; `eager` is Keras' `run_eagerly`.
 
     Example:
         >>> import numpy as np
