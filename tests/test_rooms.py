@@ -150,5 +150,4 @@ def test_no_class_is_large():
               for name, size in sizes(path.read_text(encoding="utf-8")).items()}
     attributes, methods = of_all.pop("Boundary")
     assert (attributes <= 18, methods <= 30, lines_of(PACKAGE / "core/boundary.py") <= 450) == (True, True, True)
-    assert of_all.pop("Window")[0] <= 25  # to be 20: it has a tuple of stages for each of six stations
     assert {name: size for name, size in of_all.items() if size[0] > 20 or size[1] > 28} == {}

@@ -96,7 +96,7 @@ def measured() -> tuple[list[float], list[float]]:
     bias = network.trainable_params()[-1]
     norms, values = [], [float(bias[0])]
     for _ in train_step.epoch(batches):
-        norms.append(float(np.linalg.norm(train_step.window.buffers[-1].asnumpy())))
+        norms.append(float(np.linalg.norm(train_step.boundary.window.buffers[-1].asnumpy())))
         values.append(float(bias[0]))
     return norms, values
 

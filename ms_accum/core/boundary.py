@@ -81,8 +81,9 @@ class Status(NamedTuple):
         seen: Sum of the weights of all updates, of all ranks, rounded: samples, or what `weight_fn` counts.
         epochs: Number of epochs finished.
         trained: Number of microbatches of this rank trained or skipped since the epoch began; see `TrainStep.trained`.
-        loss, weight, grad_norm: Mean loss (NaN by hand), sum of the weights, and norm before clipping (NaN without
-            `clip_norm`) of the last closed window, over all ranks.
+        loss: Mean loss of the last closed window, over all ranks. NaN by hand.
+        weight: Sum of its weights.
+        grad_norm: Norm of its gradient before clipping. NaN without `clip_norm`.
     """
 
     update_step: int

@@ -109,7 +109,7 @@ def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
     Example:
         >>> from ms_accum import until_weight
         >>> print(until_weight(65_536, at_most=16))
-        UntilWeight(budget=65536, at_most=16)
+        UntilWeight(budget=65536.0, at_most=16)
     """
     budget = number("budget", budget, lambda weight: 0 < weight < inf, "a finite number > 0", "give a weight")
     return UntilWeight(budget, _length("at_most", at_most, "give the most microbatches that a window may hold"))

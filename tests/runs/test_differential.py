@@ -35,11 +35,6 @@ SHARDS, EXAMPLES = 10, 50
 UPDATES = 4
 
 
-def drawn(number, **fixed):
-    """The Case of a number."""
-    return compose(random.Random(number).choice, **fixed)
-
-
 def stratified():
     """Cases in which each compiled driver occurs once, each other one three times, each amp level at least twice.
 
@@ -71,7 +66,8 @@ def stratified():
                       second + 1: {"aux": True, "weight": "returned"}}.get(i, {}))
         # A model ends in an incomplete window.
         count = 7 if driver.startswith("model") else 6
-        yield drawn(i, driver=driver, level=level, large=False, count=count, pieces=1 + cut, **fixed)
+        yield compose(random.Random(i).choice, driver=driver, level=level, large=False, count=count, pieces=1 + cut,
+                      **fixed)
 
 
 # Of each driver that is not compiled, one run is fast.

@@ -57,18 +57,17 @@ class Plain(reference.Undivided):
                         if weight and id(piece) in taken]
         if not len(batch[0]):
             return 0.0, ()
-        loss = losses[0]
-        if len(pieces) > 1:
-            loss = _mean([(weight, loss) for (_, weight), loss in zip(pieces, losses) if weight])
         counts = np.array([weight for _, weight in pieces], float)
+        loss = losses[0] if len(pieces) == 1 else _mean([pair for pair in zip(counts, losses) if pair[0]])
         counts = counts if self.case.pieces > 1 and counts.any() else np.ones(len(pieces))
         return loss, (batch[1], batch[3], np.average([piece[3].mean() for piece, _ in pieces], weights=counts))
 
-    def reset(self):
-        super().reset()
+    def begin(self):
+        super().begin()
         self.losses = []  # of the open window: (weight, loss)
 
     def value(self, batch):
+        """The mean loss."""
         with running("pynative"):
             return float(self.loss(*map(Tensor, batch)).asnumpy())
 
