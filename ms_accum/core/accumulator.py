@@ -8,7 +8,7 @@ from warnings import warn
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, amp, nn
 
-from ..arguments import Uncopied, number, one_of, require_options
+from ..arguments import Uncopied, number, one_of, require_options, whole_number
 from ..distributed.data_parallel import DataParallel, exchange_of
 from ..distributed.exchange import whole_of
 from ..mindspore_api import jit_class
@@ -16,7 +16,7 @@ from ..tensors import FLOATS, HALF, Gradients, Scalar, as_weight, checked_gradie
 from .boundary import Boundary, Status
 from .length import AccumulateStep, WindowLength
 from .optimizers import Rates, checked_parameters, warn_if_idle
-from .stages import MOST_SKIPS, Stage, checked_max_skips, checked_stages, overrides
+from .stages import Stage, checked_stages
 from .window import END, HELD, Window
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def boundary_of(
     optimizer: Callable, accumulate_step: AccumulateStep, facts: dict[str, object], *, reduction: str = "mean",
     is_sum: bool = False, pieces: int = 1, needs_buffers: bool = False, eager: bool = False,
     clip_norm: Optional[float] = None, buffer_dtype: Optional[ms.Type] = None, on_nonfinite: str = "apply",
-    max_skips: Optional[int] = MOST_SKIPS, reducer: Optional[DataParallel] = None, stages: tuple[Stage, ...] = (),
+    max_skips: Optional[int] = 20, reducer: Optional[DataParallel] = None, stages: tuple[Stage, ...] = (),
     loss_scaler: Optional[amp.LossScaler] = None,
 ) -> Boundary:
     """Build a window and its boundary. `facts`: further settings that must be equal on all ranks."""
@@ -63,7 +63,8 @@ def boundary_of(
     if clip_norm is not None:
         clip_norm = number("clip_norm", clip_norm, lambda norm: norm > 0, "a number > 0", "None does not clip")
     checked = checked_stages(on_nonfinite, loss_scaler, stages)
-    max_skips = checked_max_skips(max_skips, any(overrides(stage, "weigh", "accepts") for stage in checked))
+    if max_skips is not None:
+        max_skips = whole_number("max_skips", max_skips, "it is the most dropped windows in a row", minimum=0)
     dtypes = tuple(buffer_dtype_of(buffer_dtype, p.dtype) for p in whole)
     warn_of_lost_gradients(buffer_dtype, length.longest, pieces)
     if eager:

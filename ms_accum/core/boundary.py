@@ -204,10 +204,7 @@ class Boundary:
         self._closed()
 
     def flush(self) -> bool:
-        """Apply the incomplete window, and take part in those of other ranks until none has data left.
-
-        Return whether this rank had an open window.
-        """
+        """Apply the incomplete window, and take part in those of other ranks. Return whether this rank had one."""
         exchange, self.missing, self.is_closed = self.window.exchange, None, False
         self.require_unchanged()
         self.known()
@@ -339,10 +336,7 @@ class Boundary:
 
     def load(self, counts: np.ndarray, sums: np.ndarray, assign: Callable[[], None], place: tuple[int, int],
              is_inside: bool = False, is_split: bool = False) -> None:
-        """Load numbers of `of_last_update`, and what `assign` assigns. `place`: epochs, and microbatches trained.
-
-        `is_inside`: whether a rank stopped inside its epoch. `is_split`: whether the number of ranks was another one.
-        """
+        """Load numbers of `of_last_update`, and what `assign` assigns. `place`: epochs, and microbatches trained."""
         self.turn, self.missing, self.is_closed = self.turn + 1, None, False
         marked = counts.copy()
         marked[MARK] = CLOSING

@@ -115,14 +115,10 @@ class Rates:
 
 
 def _rates_in(optimizer: Any) -> list[Any]:
-    """Return the rates of one optimizer in the order of its groups: Parameters, numbers or schedules.
-
-    With "order_params", schedules are in the order of the parameters. `nn.AdaFactor` may compute its own rate.
-    """
+    """Return the rates of one optimizer in the order of its groups: Parameters, numbers or schedules."""
     if isinstance(optimizer, nn.LARS):
         return []  # those of the optimizer that it holds
-    groups = getattr(optimizer, "param_groups", None)
-    if groups:
+    if groups := getattr(optimizer, "param_groups", None):
         return [group["lr"] for group in groups]
     rates = () if getattr(optimizer, "relative_step", False) else getattr(optimizer, "learning_rate", ())
     rates = rates if isinstance(rates, (list, tuple, nn.CellList)) else [rates]
@@ -176,8 +172,8 @@ def checked_parameters(optimizer: object, name: str = "optimizer") -> tuple[Para
             raise TypeError(f"{parameter.name} is a parameter of {parameter.dtype}, expected a float dtype; "
                             "leave it out of the optimizer")
     require_trainable(parameters)
-    twice = next((name for name, times in Counter(p.name for p in parameters).items() if times > 1), None)
-    if twice is not None:
+    twice, times = Counter(p.name for p in parameters).most_common(1)[0]
+    if times > 1:
         raise ValueError(f"optimizer holds two parameters called {twice}, expected each one once; "
                          "give it network.trainable_params()")
     for _, holder in (("", optimizer), *_inside(optimizer, set())):

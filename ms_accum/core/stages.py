@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any, Optional, Union
+from typing import Any, Union
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, amp, ops
 
-from ..arguments import instance_of, one_of, whole_number
+from ..arguments import instance_of, one_of
 from ..distributed.exchange import OneDevice
 from ..mindspore_api import jit_class
 from ..tensors import Gradients, Numbers, Scalar, as_tensor, cast, finite_sum
@@ -67,7 +67,7 @@ class Stage:
     def weigh(self, gradients: Gradients, weight: Scalar) -> tuple[Scalar, Scalar]:
         """Return the weight of a piece, and 1 if it is taken or 0 if it is skipped: then its weight is 0.
 
-        `gradients` are those of this rank, of the scaled loss. If the weight is 0, they may hold any values.
+        `gradients` are those of this rank, of the scaled loss; any values if the weight is 0.
         """
         return weight, 1.0
 
@@ -164,9 +164,6 @@ class AdjustedLossScale(LossScale):
 
 # --- which stages are switched on -------------------------------------------------------------------------------------
 
-MOST_SKIPS = 20
-
-
 def checked_stages(on_nonfinite: object, scaler: object, stages: object) -> tuple[Stage, ...]:
     """Return the stages in the order in which gradients pass them. Raise TypeError or ValueError if one is invalid."""
     one_of("on_nonfinite", on_nonfinite, ("apply", "skip_microbatch", "skip_window"))
@@ -185,21 +182,13 @@ def checked_stages(on_nonfinite: object, scaler: object, stages: object) -> tupl
     return (scaling, SkipWindow(), *own)
 
 
-def checked_max_skips(max_skips: object, drops: bool) -> Optional[int]:
-    """Return the most windows that may be dropped in a row, or None, also where none may be dropped."""
-    if max_skips is None:
-        return None
-    most = whole_number("max_skips", max_skips, "it is the most dropped windows in a row", minimum=0)
-    return most if drops else None
-
-
 def checked_loss_scaler(scaler: object) -> amp.LossScaler:
     """Return the loss scaler. Raise TypeError if it is none, ValueError for a scale that nothing can be divided by."""
+    remedy = "give e.g. amp.DynamicLossScaler(2**16, 2, 1000)"
     if not isinstance(scaler, amp.LossScaler) or not isinstance(getattr(scaler, "scale_value", None), Tensor):
         raise TypeError(f"loss_scaler is of type {type(scaler).__name__}, expected a mindspore.amp.LossScaler; "
-                        "give e.g. amp.DynamicLossScaler(2**16, 2, 1000)")
+                        f"{remedy}")
     value = scaler.scale_value.asnumpy().astype(float)
     if value.size != 1 or not 0 < value.item() < inf:
-        raise ValueError(f"the loss scale is {value}, expected one finite number > 0; "
-                         "give e.g. amp.DynamicLossScaler(2**16, 2, 1000)")
+        raise ValueError(f"the loss scale is {value}, expected one finite number > 0; {remedy}")
     return scaler

@@ -142,8 +142,6 @@ def _taken(name: str, function: Callable, positions: int, names: tuple[str, ...]
 
 # --- samples ----------------------------------------------------------------------------------------------------------
 
-_NESTED = ("a tuple, list or dict, expected Tensors and plain values; give each Tensor as an argument of its own (a "
-           "dict as **batch)")
 Cut = tuple[Optional[int], ...]  # the axis along which each argument is cut; None: it is passed whole to every piece
 
 
@@ -154,7 +152,7 @@ def layout(batch: tuple, batch_axis: int = 0, eager: bool = False) -> tuple[int,
     """
     ranks = tuple([_rank(argument) for argument in batch])
     if eager:
-        ranks = tuple([rank if isinstance(rank, int) and argument.dtype != ms.string else None
+        ranks = tuple([rank if isinstance(argument, Tensor) and argument.dtype != ms.string else None
                        for rank, argument in zip(ranks, batch)])
     place = place_of(ranks, batch_axis)
     axes = [axis_of(argument.ndim, batch_axis) if rank else None for rank, argument in zip(ranks, batch)]
@@ -169,19 +167,18 @@ def samples_in_graph(batch: tuple, batch_axis: int = 0) -> Scalar:
     return as_weight(first.shape[axis_of(first.ndim, batch_axis)])
 
 
-def _rank(argument: Any) -> Union[int, str, None]:
-    """Return the number of axes of a Tensor, an error message for what holds some, or None for a plain value."""
+def _rank(argument: Any) -> Optional[int]:
+    """Return the number of axes of a Tensor, -1 for what may hold some, or None for a plain value."""
     if isinstance(argument, Tensor):
         return argument.ndim
-    return _NESTED if isinstance(argument, (tuple, list, dict)) else None
+    return -1 if isinstance(argument, (tuple, list, dict)) else None
 
 
 def place_of(ranks: tuple, batch_axis: int) -> int:
     """Return the place of the first Tensor with axes. `ranks`: what `_rank` returns for each argument."""
-    wrong = next((rank for rank in ranks if isinstance(rank, str)), None)
-    if wrong is not None:
-        # Graph mode would take the Tensors inside a tuple for constants, and compile again for each batch.
-        raise TypeError(f"the batch holds {wrong}")
+    if -1 in ranks:  # graph mode would take the Tensors inside a tuple for constants, and compile again for each batch
+        raise TypeError("the batch holds a tuple, list or dict, expected Tensors and plain values; give each Tensor as "
+                        "an argument of its own (a dict as **batch)")
     place = next((place for place, rank in enumerate(ranks) if rank), None)
     if place is None:
         given = ["no Tensor" if rank is None else "a Tensor of shape ()" for rank in ranks]
@@ -191,11 +188,6 @@ def place_of(ranks: tuple, batch_axis: int) -> int:
 
 
 _place = constexpr(place_of)  # in a graph
-
-
-def checked_pieces(pieces: object) -> int:
-    """Return `pieces` as an int >= 1. Raise TypeError or ValueError if it is invalid."""
-    return whole_number("pieces", pieces, "it is the number of pieces that a batch is cut into")
 
 
 def checked_axis(batch_axis: object) -> int:

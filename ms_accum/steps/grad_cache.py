@@ -14,11 +14,11 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from ..arguments import require_callable, require_options
+from ..arguments import require_callable, require_options, whole_number
 from ..core.accumulator import Options, boundary_of
 from ..core.window import PART, Window
 from ..tensors import FLOATS, cast, reshape, stack
-from .batch import Cut, checked_loss, checked_pieces, places_of, positional, select_rows, starts_of
+from .batch import Cut, checked_loss, places_of, positional, select_rows, starts_of
 from .forward import Functions
 from .pieces import ends_of
 from .train_mode import checked_networks
@@ -77,7 +77,7 @@ def make_grad_cache_step(
     require_options(make_grad_cache_step, options, Options)
     require_callable("encode_fn", encode_fn)
     require_callable("loss_fn", loss_fn)
-    pieces, networks = checked_pieces(pieces), checked_networks(network)
+    pieces, networks = whole_number("pieces", pieces), checked_networks(network)
     boundary = boundary_of(optimizer, accumulate_step, {"the kind of step": "make_grad_cache_step", "pieces": pieces},
                            pieces=pieces, needs_buffers=True, **options)
     window = boundary.window

@@ -28,7 +28,6 @@ from .batch import (
     as_arguments,
     as_tensors,
     checked_axis,
-    checked_pieces,
     layout,
     named_values,
     ordered,
@@ -150,8 +149,7 @@ class TrainStep(Uncopied):
 
     def _end_epoch(self) -> None:
         closed = self.boundary.is_closed
-        closed = self.boundary.flush() or closed
-        self.boundary.is_closed = closed
+        self.boundary.is_closed = self.boundary.flush() or closed
         self.boundary.end_epoch()
 
     def flush(self) -> bool:
@@ -433,7 +431,7 @@ def make_train_step(
     boolean("has_aux", has_aux, "say whether forward_fn returns (loss, aux)")
     one_of("loss_reduction", loss_reduction, REDUCTIONS)
     functions = Functions(forward_fn, weight_fn, has_weight, has_aux)
-    pieces, batch_axis, networks = checked_pieces(pieces), checked_axis(batch_axis), checked_networks(network)
+    pieces, batch_axis, networks = whole_number("pieces", pieces), checked_axis(batch_axis), checked_networks(network)
     boundary = boundary_of(optimizer, accumulate_step, {
         "the kind of step": "make_train_step", "pieces": pieces, "batch_axis": batch_axis,
         "weight_fn": weight_fn is not None, "has_weight": has_weight, "loss_reduction": loss_reduction,
