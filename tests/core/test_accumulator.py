@@ -219,7 +219,7 @@ def test_kernels_in_place_run_only_where_they_are_asked_for(monkeypatch, switch,
     monkeypatch.delenv(kernels.SWITCH, raising=False)
     if switch is not None:
         monkeypatch.setenv(kernels.SWITCH, switch)
-    assert type(kernels.kernels_for((dtype,))).__name__ == chosen
+    assert type(kernels.kernels_for([SimpleNamespace(dtype=dtype, size=1)])).__name__ == chosen
 
 
 def test_scaling_one_by_one_is_scaling(mode):
