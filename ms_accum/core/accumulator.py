@@ -144,19 +144,17 @@ class Accumulator(Uncopied):
         weights: The parameters to give gradients for, in the optimizer's order: ParameterTuple.
         window, boundary: The open window on the device, and the host's side of it, for checkpoints.
 
-    Source: https://www.mindspore.cn/tutorials/experts/en/r2.2/optimize/gradient_accumulation.html; schedules and
-    skipping are those of `optax.MultiSteps`.
+    Source: https://www.mindspore.cn/tutorials/experts/en/r2.2/optimize/gradient_accumulation.html; `optax.MultiSteps`.
 
     Example:
         >>> import numpy as np, mindspore as ms
         >>> from mindspore import nn
         >>> from ms_accum import Accumulator
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
-        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
-        >>> accumulator = Accumulator(optimizer, accumulate_step=2, reduction="mean")
+        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.5), accumulate_step=2, reduction="mean")
         >>> def forward_fn(x):
         ...     return network(x).mean()
-        >>> grad_fn = ms.value_and_grad(forward_fn, None, optimizer.parameters)
+        >>> grad_fn = ms.value_and_grad(forward_fn, None, accumulator.weights)
         >>> @ms.jit
         ... def train_step(x):
         ...     loss, grads = grad_fn(x)

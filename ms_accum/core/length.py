@@ -104,7 +104,8 @@ def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
     A window closes with the microbatch that brings its weight (of `weight_fn`, or the number of samples) to `budget`, a
     finite number > 0, or with the microbatch number `at_most`. Microbatches are not cut, so it may exceed the budget.
     The budget is that of one rank: if ranks exchange each microbatch, a window closes at `budget` times the number of
-    these ranks. A train step reads the window's weight after each microbatch, which waits for the device.
+    these ranks. A train step reads the window's weight after each microbatch, which waits for the device. Source:
+    fairseq's `--max-tokens`.
 
     Example:
         >>> from ms_accum import until_weight
@@ -119,7 +120,7 @@ def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
     """Convert a schedule of epochs, `{epoch: n}` with the key 0, to one of updates, for `accumulate_step`.
 
     It is exact if every epoch has `microbatches` microbatches on each rank and ends with a flush, and no window is
-    dropped, as in Lightning's `GradientAccumulationScheduler`.
+    dropped. Source: Lightning's `GradientAccumulationScheduler`.
 
     Example:
         >>> from ms_accum import by_epoch
@@ -144,7 +145,8 @@ def updates_of(accumulate_step: AccumulateStep, microbatches: int, epochs: int =
         optimizer = nn.Momentum(parameters, nn.cosine_decay_lr(0.0, 0.1, total, 1, total), 0.9)
 
     It is exact if every epoch ends with a flush and nothing is dropped. `microbatches`: of an epoch on each rank; if
-    ranks have different numbers, the largest. Raise ValueError for `until_weight`, whose windows are not known before.
+    ranks have different numbers, the largest. Raise ValueError for `until_weight`. Source: Lightning's
+    `Trainer.estimated_stepping_batches`.
 
     Example:
         >>> from ms_accum import updates_of

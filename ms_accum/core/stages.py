@@ -44,8 +44,7 @@ class Stage:
         >>> def forward_fn(x):
         ...     return network(x).mean()
         >>> train_step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.5), 2, stages=(stage,))
-        >>> for value in (1.0, 3.0):
-        ...     loss = train_step(ms.Tensor(np.full((4, 2), value), ms.float32))
+        >>> losses = list(train_step.epoch([np.full((4, 2), value, np.float32) for value in (1, 3)]))
         >>> print(float(stage.value))
         2.0
     """

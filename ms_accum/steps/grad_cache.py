@@ -46,8 +46,7 @@ def make_grad_cache_step(
         loss = loss_fn(representations of the batch)                  # and d = its gradient at each representation
         gradient = sum of the gradients of sum(d[piece] * encode_fn(piece))
 
-    Plain accumulation cuts a contrastive batch into small batches with fewer negatives, which is a different loss. Here
-    the gradient equals that of the undivided batch, for one more forward pass.
+    The gradient equals that of the undivided batch, with all its negatives, for one more forward pass.
 
     Args:
         encode_fn: `(*piece) -> representations`: a Tensor of shape `(m, ...)` with one representation per sample, or a
@@ -93,8 +92,7 @@ def make_grad_cache_step(
         return Layout(train, len(starts)), look
 
     # The second function is there for its networks. Two pieces at least: a graph has to know the number of samples.
-    functions = Functions(encode_fn, loss_fn, name="encode_fn")
-    return TrainStep(boundary, functions, networks, 0, max(pieces, 2),
+    return TrainStep(boundary, Functions(encode_fn, loss_fn, name="encode_fn"), networks, 0, max(pieces, 2),
                      lambda *layout: both(*layout)[0], lambda *layout: both(*layout)[1])
 
 

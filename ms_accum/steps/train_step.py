@@ -58,16 +58,11 @@ class Layout(NamedTuple):
 
 
 class TrainStep(Uncopied):
-    """Train on one microbatch per call, and update when the window is full. Built by `make_train_step`.
-
-    Attributes:
-        boundary: That of its window; `optimizer`: the optimizer.
-    """
+    """Train on one microbatch per call, and update when the window is full. Built by `make_train_step`."""
 
     # `make_layout(samples, cut, names, inputs)` returns a `Layout`; `make_look`, called in the same way, returns
     # `(*batch) -> (weight * loss, weight)` for an evaluation. Neither is called for a batch without samples.
-
-    # So that an option that is assigned later is an error: the graphs would not see it.
+    # Slots, so that an option that is assigned later is an error: the graphs would not see it.
     __slots__ = ("__weakref__", "_axis", "_functions", "_look", "_make", "_mode", "_networks", "_orders", "_shapes",
                  "_used", "boundary", "optimizer")
 
@@ -199,10 +194,7 @@ class TrainStep(Uncopied):
 
     @property
     def updated(self) -> bool:
-        """Return whether the last call, or the end of its epoch, closed its window with an update.
-
-        Where windows may be dropped, it waits for the device.
-        """
+        """Return whether the last call updated, or the end of its epoch. Where windows may be dropped, it waits."""
         boundary = self.boundary
         return boundary.is_closed and (not boundary.window.drops or boundary.status().skipped_in_row == 0)
 
@@ -215,10 +207,7 @@ class TrainStep(Uncopied):
 
     @property
     def trained(self) -> int:
-        """Return the number of batches of this epoch that were trained or skipped. It waits for the device.
-
-        0 after an epoch has ended. It is part of a checkpoint, and right after an error or an interrupt.
-        """
+        """Return the number of batches of this epoch that were trained or skipped: 0 after it has ended. It waits."""
         return self.boundary.added - self.boundary.place.first
 
     @property
@@ -233,8 +222,7 @@ class TrainStep(Uncopied):
             train_step.learning_rate *= 0.1
 
         If groups of parameters have rates of their own, it is a tuple in the order of the groups. Set a tuple, or one
-        number for all; a schedule or a list of rates cannot be set. After the last rate of a list it is NaN. It waits
-        for the device.
+        number for all; a schedule or a list of rates cannot be set. After the last rate of a list it is NaN. It waits.
         """
         return self.boundary.rates.next()
 
@@ -410,15 +398,16 @@ def make_train_step(
         A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is a float32 Tensor of shape `()`: the
         weighted mean over the pieces, never divided by `accumulate_step`.
 
+    Source: `loss_reduction="sum"` is Megatron's `calculate_per_token_loss`; `eager` is Keras' `run_eagerly`.
+
     Example:
         >>> import numpy as np
         >>> from mindspore import nn
         >>> from ms_accum import make_train_step
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
-        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
         >>> def forward_fn(x):
         ...     return network(x).mean()
-        >>> train_step = make_train_step(forward_fn, optimizer, accumulate_step=2)
+        >>> train_step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.5), accumulate_step=2)
         >>> batches = [np.full((4, 2), value, np.float32) for value in (1, 3, 2)]
         >>> for loss in train_step.epoch(batches):
         ...     print(float(loss), train_step.updated, network.weight.asnumpy())
