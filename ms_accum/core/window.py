@@ -77,16 +77,8 @@ ONE_IN_ROW, ONE_SKIPPED, ONE_EMPTY = change(IN_ROW=1), change(SKIPPED=1), change
 class Window:
     """Add up gradients, and update. All methods but those for the host are compiled in graph mode.
 
-    Args:
-        optimizer: What updates.
-        length: When a window is full.
-        exchange: What ranks exchange.
-        stages: In the order in which gradients pass them.
-        reduction: "mean": divide by the sum of the weights. "sum": the script has divided its loss.
-        is_sum: Whether the loss is a sum: then gradients are added without their weight.
-        clip_norm: Largest norm of an update's gradient, or None.
-        min_weight: The least sum of weights to divide by; 0: none.
-        dtypes: Of the buffers. None: no buffers, for windows of one microbatch.
+    `is_sum`: whether the loss is a sum, so that gradients are added without their weight. `min_weight`: the least sum
+    of weights to divide by. `dtypes`: of the buffers; None: no buffers, for windows of one microbatch.
 
     Attributes:
         counts, sums: See above: int32 `(8,)` and float32 `(8 + measured,)`.
@@ -112,8 +104,8 @@ class Window:
         measured = sum(stage.measures for stage in stages)
         self.counts = state_parameter(f"{prefix}.counts", (len(COUNTS),), ms.int32)
         self.sums = state_parameter(f"{prefix}.sums", (MEASURED + measured,), ms.float32)
-        self.seen, self.zero = state_parameter(f"{prefix}.seen", (), ms.int64), state_parameter(
-            f"{prefix}.zero", (), ms.float32)
+        self.seen = state_parameter(f"{prefix}.seen", (), ms.int64)
+        self.zero = state_parameter(f"{prefix}.zero", (), ms.float32)
         self.no_measures = (NOTHING,) * measured
         self.unit = 1.0 if reduction == "sum" or is_sum or exchange.sums_each else None  # type: Optional[float]
         for stage in stages:
@@ -131,10 +123,7 @@ class Window:
         return loss
 
     def begin(self, computed: Tensor) -> Tensor:
-        """Mark, once `computed` is, that a piece begins. What changes the window depends on the result.
-
-        An error before it has changed nothing.
-        """
+        """Mark, once `computed` is, that a piece begins. What changes the window depends on the result."""
         return ops.assign_add(self.counts, ops.depend(BEGIN, computed))
 
     def factor_of(self, weight: Scalar) -> Scalar:
@@ -309,10 +298,7 @@ class Window:
                                       in enumerate(self.stages) for j, parameter in enumerate(stage.state)}}
 
     def empty(self, counts: np.ndarray, sums: np.ndarray, mark: int) -> None:
-        """Drop what the buffers hold, and assign these numbers, as they are between two windows.
-
-        `mark`: what an interrupt leaves.
-        """
+        """Drop what the buffers hold, and assign these numbers. `mark`: what an interrupt leaves."""
         counts, sums = np.array(counts), np.array(sums)
         counts[HELD], counts[MARK] = 0, mark
         ops.assign(self.counts, Tensor(counts))

@@ -11,7 +11,7 @@ from support.modes import compiled, recorded_warnings
 
 from ms_accum import Accumulator, make_train_step, until_weight
 from ms_accum.core import kernels
-from ms_accum.core.precision import LONGEST_SUM, warn_of_lost_gradients
+from ms_accum.core.accumulator import LONGEST_SUM, warn_of_lost_gradients
 
 pytestmark = pytest.mark.core
 
