@@ -114,9 +114,9 @@ def test_the_way_of_a_microbatch_is_short():
 # Lines of Python in each room, today. They go down with each change that takes something away, and are raised only by
 # a commit whose subject says why.
 BUDGET = {
-    "__init__": 29, "__main__": 17, "arguments": 153, "batch_size": 956, "check": 868, "checkpoint": 619, "cli": 447,
-    "core": 1874, "distributed": 1039, "mindspore_api": 131, "model": 563, "runtime": 30, "selftest": 1383,
-    "steps": 1729, "tensors": 296,
+    "__init__": 29, "__main__": 17, "arguments": 153, "batch_size": 956, "check": 869, "checkpoint": 573, "cli": 447,
+    "core": 1791, "distributed": 1000, "mindspore_api": 131, "model": 563, "runtime": 30, "selftest": 1383,
+    "steps": 1508, "tensors": 296,
 }
 
 
@@ -150,5 +150,4 @@ def test_no_class_is_large():
               for name, size in sizes(path.read_text(encoding="utf-8")).items()}
     attributes, methods = of_all.pop("Boundary")
     assert (attributes <= 18, methods <= 30, lines_of(PACKAGE / "core/boundary.py") <= 450) == (True, True, True)
-    assert of_all.pop("Window")[0] <= 25  # to be 20: it has a tuple of stages for each of six stations
     assert {name: size for name, size in of_all.items() if size[0] > 20 or size[1] > 28} == {}

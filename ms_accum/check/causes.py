@@ -82,6 +82,7 @@ def switch_off_random(division: Division) -> tuple[list[Cause], list[Cause]]:
     """Switch off MindSpore's layers that draw masks. Return them, and what is random all the same."""
     off = [cell for cell in division.layers.names if cell.training and getattr(cell, "p", None) != 0
            and any(base.__name__ in _MASKS for base in type(cell).__mro__)]  # O1 derives classes of its own from them
+    division.layers.restore()  # of the runs before: otherwise all that follows would begin with their state
     for cell in off:
         cell.training = False
     division.layers.keep()

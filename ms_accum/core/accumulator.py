@@ -3,26 +3,34 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Optional, TypedDict, Union
+from warnings import warn
 
 import mindspore as ms
 from mindspore import ParameterTuple, Tensor, amp, nn
 
-from ..arguments import Uncopied, number, one_of, require_options
+from ..arguments import Uncopied, number, one_of, require_options, whole_number
 from ..distributed.data_parallel import DataParallel, exchange_of
 from ..distributed.exchange import whole_of
 from ..mindspore_api import jit_class
-from ..tensors import Gradients, Scalar, as_weight, checked_gradients, require_condition, unstack
+from ..tensors import FLOATS, HALF, Gradients, Scalar, as_weight, checked_gradients, require_condition, unstack
 from .boundary import Boundary, Status
-from .length import AccumulateStep, length_of
+from .length import AccumulateStep, WindowLength
 from .optimizers import Rates, checked_parameters, warn_if_idle
-from .precision import buffer_dtype_of, warn_of_lost_gradients
-from .stages import MOST_SKIPS, Stage, checked_max_skips, checked_stages, overrides
+from .stages import Stage, checked_stages
 from .window import END, HELD, Window
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 REDUCTIONS = ("sum", "mean")
+# A sum of n equal gradients is at least 2**p / 2 units in its last place, of p significant bits, if n is, in units of a
+# gradient. So an addition is rounded by up to n / 2**p gradients, and has no effect from n = 2**p on (float16: 2,048,
+# bfloat16: 256). These are a quarter of that: there, sums of equal gradients are off by 3 % of their norm, and those of
+# gradients of one sign, drawn from 0.5 to 1.5 times their mean, by 0.8 % at most.
+LONGEST_SUM = {ms.float16: 512, ms.bfloat16: 64}
+_LOST = ("buffer_dtype is {0} and windows may hold {1} gradients, expected at most {2} in 16 bits: the sum becomes so "
+         "large that later gradients are rounded up or away, without an overflow, and updates are wrong; leave out "
+         "buffer_dtype, which makes float32 buffers, or give shorter windows (with until_weight, at_most={2})")
 
 
 class HandOptions(TypedDict, total=False):
@@ -43,30 +51,20 @@ class Options(HandOptions, total=False):
 
 
 def boundary_of(
-    optimizer: Callable,
-    accumulate_step: AccumulateStep,
-    facts: dict[str, object],
-    *,
-    reduction: str = "mean",
-    is_sum: bool = False,
-    pieces: int = 1,
-    needs_buffers: bool = False,
-    eager: bool = False,
-    clip_norm: Optional[float] = None,
-    buffer_dtype: Optional[ms.Type] = None,
-    on_nonfinite: str = "apply",
-    max_skips: Optional[int] = MOST_SKIPS,
-    reducer: Optional[DataParallel] = None,
-    stages: tuple[Stage, ...] = (),
+    optimizer: Callable, accumulate_step: AccumulateStep, facts: dict[str, object], *, reduction: str = "mean",
+    is_sum: bool = False, pieces: int = 1, needs_buffers: bool = False, eager: bool = False,
+    clip_norm: Optional[float] = None, buffer_dtype: Optional[ms.Type] = None, on_nonfinite: str = "apply",
+    max_skips: Optional[int] = 20, reducer: Optional[DataParallel] = None, stages: tuple[Stage, ...] = (),
     loss_scaler: Optional[amp.LossScaler] = None,
 ) -> Boundary:
     """Build a window and its boundary. `facts`: further settings that must be equal on all ranks."""
-    parameters, length = checked_parameters(optimizer), length_of(accumulate_step)
+    parameters, length = checked_parameters(optimizer), WindowLength(accumulate_step)
     whole = tuple(map(whole_of, parameters))
     if clip_norm is not None:
         clip_norm = number("clip_norm", clip_norm, lambda norm: norm > 0, "a number > 0", "None does not clip")
     checked = checked_stages(on_nonfinite, loss_scaler, stages)
-    max_skips = checked_max_skips(max_skips, any(overrides(stage, "weigh", "accepts") for stage in checked))
+    if max_skips is not None:
+        max_skips = whole_number("max_skips", max_skips, "it is the most dropped windows in a row", minimum=0)
     dtypes = tuple(buffer_dtype_of(buffer_dtype, p.dtype) for p in whole)
     warn_of_lost_gradients(buffer_dtype, length.longest, pieces)
     if eager:
@@ -88,6 +86,25 @@ def boundary_of(
     return Boundary(window, rates, max_skips, eager)
 
 
+def warn_of_lost_gradients(buffer_dtype: Optional[ms.Type], longest: int, pieces: int = 1) -> None:
+    """Warn if windows of up to `longest` microbatches, each in `pieces` pieces, are too long for 16-bit buffers."""
+    limit = LONGEST_SUM.get(buffer_dtype)
+    if limit is not None and longest * pieces > limit:
+        warn(_LOST.format(buffer_dtype, f"{longest} x {pieces}" if pieces > 1 else longest, limit), stacklevel=2)
+
+
+def buffer_dtype_of(buffer_dtype: Optional[ms.Type], parameter_dtype: ms.Type) -> ms.Type:
+    """Return the dtype of a parameter's buffer: `buffer_dtype`, or the parameter's dtype, but float32 for 16 bits."""
+    if buffer_dtype is None:
+        return ms.float32 if parameter_dtype in HALF else parameter_dtype
+    if buffer_dtype not in FLOATS:
+        raise ValueError(f"buffer_dtype is {buffer_dtype}, expected a float dtype such as ms.float32, or None")
+    if buffer_dtype == ms.bfloat16 and ms.get_context("device_target") == "CPU":
+        raise ValueError("buffer_dtype is BFloat16, expected ms.float32 or None on CPU: MindSpore's CPU backend cannot "
+                         "add in BFloat16 (2.10); leave buffer_dtype out")
+    return buffer_dtype
+
+
 @jit_class
 class Accumulator(Uncopied):
     """Add up the gradients of microbatches in a hand-written loop, and update once per window.
@@ -100,49 +117,44 @@ class Accumulator(Uncopied):
 
     It works inside `ms.jit` and in PyNative. With `reduction="mean"`, give undivided mean losses, and the number of
     samples (or unmasked tokens) as weights: the update then equals the full-batch update up to rounding. With "sum",
-    *the script divides its loss by `accumulate_step`*, as in MindSpore's tutorial, whose class this one replaces, with
-    half its memory. In a new script, prefer `make_train_step` or `TrainOneStepCell`, which know the place in the data.
+    *the script divides its loss by `accumulate_step`*, as in MindSpore's tutorial. In a new script, prefer
+    `make_train_step` or `TrainOneStepCell`, which know the place in the data.
 
     Args:
-        optimizer: A MindSpore optimizer without a `loss_scale` of its own. If its parameters are slices (see
-            `shard_parameters`), give gradients of the whole parameters, `weights`.
-        accumulate_step: Number of microbatches in a window. One of: an int; a dict `{update_step: n}`, piecewise
-            constant, with the key 0; or `until_weight(budget)`.
+        optimizer: A MindSpore optimizer without a `loss_scale` of its own.
+        accumulate_step: Number of microbatches in a window: an int; a dict `{update_step: n}`, piecewise constant, with
+            the key 0; or `until_weight(budget)`.
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` without clipping. None computes no norm. Norms above 8e12 count as infinite.
         reduction: "mean" or "sum", as above. Required: the wrong one makes updates N times too large, or too small.
-        buffer_dtype: dtype of the buffers. None: the parameter's dtype, but float32 for float16 and bfloat16. Sums in
-            16 bits overflow, or stop growing; a warning is given for windows that are too long.
+        buffer_dtype: dtype of the buffers. None: the parameter's dtype, but float32 for float16 and bfloat16.
         on_nonfinite: What to do with gradients that hold NaN or infinity. "apply": apply them like other values.
             "skip_microbatch": give the microbatch (or the piece, if it is cut) the weight 0; it still counts in its
             window. "skip_window": drop the window when it closes, without an update. Both also drop a window of weight
-            0, whose mean is 0/0; with "apply", it updates with a gradient of 0. A gradient counts as finite if the sum
-            of its elements is.
-        max_skips: Largest number of windows that may be dropped in a row; one more raises a RuntimeError where counters
-            are read: at a flush, in each 64th microbatch of an epoch. None: no limit.
+            0; with "apply", it updates with a gradient of 0.
+        max_skips: Largest number of windows that may be dropped in a row; one more raises a RuntimeError, at a flush or
+            in each 64th microbatch of an epoch. None: no limit.
         reducer: A `DataParallel`, for several ranks; then `add` in the graph, and call `close()` after it.
         stages: A tuple of stages, such as a `ms_accum.batch_size.GradientNoiseScale`; see `ms_accum.Stage`.
-        loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16.
-            Differentiate `scaled(loss)`. When the window closes, the gradient is divided by the scale, and the scaler
-            is adjusted once. A window whose gradient holds NaN or infinity, or whose weight is 0, is dropped.
+        loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16;
+            differentiate `scaled(loss)`. The gradient is divided by the scale, and the scaler adjusted, once for each
+            window. A window whose gradient holds NaN or infinity, or whose weight is 0, is dropped.
 
     Attributes:
         weights: The parameters to give gradients for, in the optimizer's order: ParameterTuple.
         window, boundary: The open window on the device, and the host's side of it, for checkpoints.
 
-    Source: https://www.mindspore.cn/tutorials/experts/en/r2.2/optimize/gradient_accumulation.html (the class);
-    schedules and skipping are those of `optax.MultiSteps`; the clip factor is that of `torch.nn.utils.clip_grad_norm_`.
+    Source: https://www.mindspore.cn/tutorials/experts/en/r2.2/optimize/gradient_accumulation.html; `optax.MultiSteps`.
 
     Example:
         >>> import numpy as np, mindspore as ms
         >>> from mindspore import nn
         >>> from ms_accum import Accumulator
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
-        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
-        >>> accumulator = Accumulator(optimizer, accumulate_step=2, reduction="mean")
+        >>> accumulator = Accumulator(nn.SGD(network.trainable_params(), 0.5), accumulate_step=2, reduction="mean")
         >>> def forward_fn(x):
         ...     return network(x).mean()
-        >>> grad_fn = ms.value_and_grad(forward_fn, None, optimizer.parameters)
+        >>> grad_fn = ms.value_and_grad(forward_fn, None, accumulator.weights)
         >>> @ms.jit
         ... def train_step(x):
         ...     loss, grads = grad_fn(x)
@@ -167,28 +179,18 @@ class Accumulator(Uncopied):
         self.names, self.shapes = tuple(p.name for p in self.weights), tuple(tuple(p.shape) for p in self.weights)
 
     def __call__(self, grads: Gradients, weight: Scalar = 1.0) -> Tensor:
-        """Add the gradients of one microbatch, and update if the window is full.
+        """Add the gradients of one microbatch, and update if the window is full. Return whether it closed: bool `()`.
 
         Args:
             grads: A gradient for each of `weights`, in their order and shapes.
             weight: A number >= 0 or a Tensor of shape `()`. With 0, the microbatch counts, but its gradient is ignored.
                 A Tensor that is negative or infinite counts as NaN, which makes the accumulated gradient NaN.
-
-        Returns:
-            Whether this microbatch closed the window: bool Tensor of shape `()`.
-
-        Raises:
-            TypeError, ValueError: If `grads` or `weight` does not fit (in graph mode: when the graph is compiled), or
-                there is a reducer: ranks have to meet on the host before they exchange.
         """
         self.add(grads, weight)
         return self.close_if(self.window.is_full())
 
     def add(self, grads: Gradients, weight: Scalar = 1.0) -> Tensor:
-        """Add the gradients of one microbatch, as a call does, without an update. Return how many the window holds.
-
-        int32 Tensor of shape `()`.
-        """
+        """Add the gradients of one microbatch, without an update. Return how many the window holds: int32 `()`."""
         grads, weight = checked_gradients(self.names, self.shapes, grads), as_weight(weight)
         self.window.begin(grads[-1])
         self.window.add(grads, weight, None, END)
@@ -197,7 +199,9 @@ class Accumulator(Uncopied):
     def close_if(self, condition: Union[bool, Tensor]) -> Tensor:
         """Close the open window if `condition` is true. Return whether one with microbatches was closed: bool `()`."""
         require_condition(isinstance(condition, bool), condition.shape if isinstance(condition, Tensor) else None)
-        require_one_device(self.window.exchange.ranks)
+        if self.window.exchange.ranks > 1:
+            raise ValueError("with several ranks, a window is not closed in a graph, because ranks have to meet first; "
+                             "call accumulator.add(grads, weight) in the graph, and accumulator.close() after it")
         held = unstack(self.window.counts)[HELD] + 0
         if condition:
             self.window.close()
@@ -208,17 +212,13 @@ class Accumulator(Uncopied):
         return self.window.scale_loss(loss)
 
     def close(self) -> bool:
-        """Close the window if it is full, on the host: call it after each `add`. Return whether it was closed.
-
-        With several ranks, all call it: they meet, and exchange. It waits for the device.
-        """
+        """Close the window if it is full, on all ranks: call it after each `add`. Return whether it was closed."""
         self.boundary.missing, self.boundary.is_closed = None, False
         self.boundary.known()
         return self.boundary.is_closed
 
     def flush(self) -> bool:
-        """Apply the incomplete window, if one is open. Return whether there was one. Call it after the last microbatch.
-        """
+        """Apply the incomplete window after the last microbatch. Return whether one was open."""
         return self.boundary.flush()
 
     def reset(self) -> None:
@@ -228,10 +228,3 @@ class Accumulator(Uncopied):
     def status(self) -> Status:
         """Return the counters in one read, which waits for the device."""
         return self.boundary.status()
-
-
-def require_one_device(ranks: int) -> None:
-    """Raise ValueError for several ranks."""
-    if ranks > 1:
-        raise ValueError("with several ranks, a window is not closed in a graph, because ranks have to meet before; "
-                         "call accumulator.add(grads, weight) in the graph, and accumulator.close() after it")

@@ -31,7 +31,6 @@ from .optimizers import Rates
 from .window import (
     ADDED,
     CLOSING,
-    EMPTY,
     EMPTY_BATCH,
     END,
     HELD,
@@ -39,15 +38,11 @@ from .window import (
     IN_ROW,
     LAST,
     MARK,
-    MEAN,
     MEASURED,
-    NORM,
     PART,
-    REST,
     SKIPPED,
     UPDATES,
     WEIGHT,
-    WINDOWS,
     Window,
 )
 
@@ -124,13 +119,10 @@ class Place(NamedTuple):
 class Boundary:
     """Open and close the windows of one accumulator, for a train step, a cell or a loop by hand.
 
-    Args:
-        window: The window on the device.
-        rates: Of its optimizer.
+    Attributes:
+        window, rates: The window on the device, and the rates of its optimizer.
         max_skips: The most windows that may be dropped in a row; None: any number.
         eager: Whether to run op by op.
-
-    Attributes:
         graphs: What was compiled, also by the step. After an error in a graph, all are forgotten.
         missing: Number of microbatches that the open window still needs, at least. None: unknown.
         updates: Number of updates; right while `missing` is known and no window may be dropped, or there are functions.
@@ -162,11 +154,7 @@ class Boundary:
     def add(self, run: Callable, batch: tuple, pieces: int = 1, closes: bool = False) -> Any:
         """Add a microbatch by `run(*batch)`, and close the window if it is full. Return what `run` returns.
 
-        Args:
-            run: Adds all pieces, or updates with a window of one.
-            batch: The batch.
-            pieces: Number of pieces.
-            closes: Whether `run` closes the window itself.
+        `pieces`: how many `run` adds. `closes`: whether it updates with them as a window of one.
         """
         missing = self.known() if self.missing is None else self.missing
         self.missing, self.is_idle, self.is_closed = None, False, False
@@ -216,10 +204,7 @@ class Boundary:
         self._closed()
 
     def flush(self) -> bool:
-        """Apply the incomplete window, and take part in those of other ranks until none has data left.
-
-        Return whether this rank had an open window.
-        """
+        """Apply the incomplete window, and take part in those of other ranks. Return whether this rank had one."""
         exchange, self.missing, self.is_closed = self.window.exchange, None, False
         self.require_unchanged()
         self.known()
@@ -283,11 +268,10 @@ class Boundary:
         if self.turn != turn:  # afterwards, because a lock that a function runs would outlive an interrupt
             raise RuntimeError(_OWNED.format("a function of on_update"))
 
-    def _add_nothing(self, ends: list[Tensor]) -> Tensor:
-        """Take part in pieces of other ranks. `ends`: what each adds to the counts. Return a loss of 0."""
+    def _add_nothing(self, ends: list[Tensor]) -> None:
+        """Take part in pieces of other ranks. `ends`: what each adds to the counts."""
         for after in ends:
             self._run("nothing", self.window.add_nothing, after)
-        return Tensor(0.0)
 
     def _run(self, name: str, function: Callable, *arguments: Tensor) -> None:
         try:
@@ -340,7 +324,7 @@ class Boundary:
     # --- a file -------------------------------------------------------------------------------------------------------
 
     def of_last_update(self) -> tuple[np.ndarray, np.ndarray, int]:
-        """Return the counts and sums as they were when the open window began, and how many microbatches it holds."""
+        """Return counts and sums as they were when the open window began, and how many microbatches it holds."""
         self.require_unchanged()
         counts, sums = self._copies()
         if counts[MARK] < CLOSING // 2:
@@ -352,10 +336,7 @@ class Boundary:
 
     def load(self, counts: np.ndarray, sums: np.ndarray, assign: Callable[[], None], place: tuple[int, int],
              is_inside: bool = False, is_split: bool = False) -> None:
-        """Load numbers of `of_last_update`, and what `assign` assigns. `place`: epochs, and microbatches trained.
-
-        `is_inside`: whether a rank stopped inside its epoch. `is_split`: whether the number of ranks was another one.
-        """
+        """Load numbers of `of_last_update`, and what `assign` assigns. `place`: epochs, and microbatches trained."""
         self.turn, self.missing, self.is_closed = self.turn + 1, None, False
         marked = counts.copy()
         marked[MARK] = CLOSING
@@ -377,10 +358,11 @@ class Boundary:
         """Return the counters. It waits for the device. Raise RuntimeError if something was begun and not finished."""
         counts, sums = self._copies()
         _require_whole(counts[MARK])
-        n = counts.tolist()
-        seen = int(self.window.seen.asnumpy()) + round(float(sums[REST]))
-        return Status(n[UPDATES], n[HELD], n[WINDOWS], n[SKIPPED], n[IN_ROW], n[EMPTY], seen, self.place.epochs,
-                      n[ADDED] - self.place.first, *(float(sums[i]) for i in (MEAN, LAST, NORM)))
+        _, held, added, updates, windows, skipped, in_row, empty = counts.tolist()
+        weight, loss, norm, rest = sums[LAST:MEASURED].tolist()
+        seen = int(self.window.seen.asnumpy()) + round(rest)
+        return Status(updates, held, windows, skipped, in_row, empty, seen, self.place.epochs, added - self.place.first,
+                      loss, weight, norm)
 
     def require_unchanged(self) -> None:
         """Raise an error if a parameter was frozen or got new memory, or `param_groups` was changed."""

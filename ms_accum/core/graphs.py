@@ -14,23 +14,26 @@ _numbers = count()
 
 
 def straight(function: Callable, window: Window, inputs: Optional[Callable] = None) -> Callable:
-    """Return `function` as a graph; on CPU, with a branch that is never taken.
-
-    On CPU, MindSpore 2.10 runs the kernels of a graph one after the other if there are at most 100 kernels and no
-    branch, and the machine has few cores (`GraphScheduler::SetActorExecutionStrategy`; no setting changes that). On 2
-    cores, forward and backward of an MLP then take 1.2 times as long.
-
-    `inputs`: returns what a call is compiled for, given its arguments, if some have dynamic shapes.
-    """
+    """Return `function` as a graph. `inputs`: returns what a call is compiled for, if arguments have dynamic shapes."""
     graph, zero = function, window.zero
     if ms.get_context("device_target") == "CPU":
+        # MindSpore 2.10 runs the kernels of a graph one after the other if there are at most 100 and no branch, and the
+        # machine has few cores (`GraphScheduler::SetActorExecutionStrategy`; no setting changes that). On 2 cores,
+        # forward and backward of an MLP then take 1.2 times as long. So there is a branch, which is never taken.
         def graph(*arguments: Any) -> Any:
             result = function(*arguments)
             if zero < 0:
                 ops.assign(zero, 0.0)
             return result
     if inputs is not None:
-        return _dynamic(graph, inputs)
+        cell = _Graph(graph)
+        run = ms.jit(cell)
+
+        def call(*arguments: Any) -> Any:
+            cell.set_inputs(*inputs(arguments))  # in each call: arguments without a declaration may change their shapes
+            return run(*arguments)
+
+        return call
 
     def named(*arguments: Any) -> Any:
         return graph(*arguments)
@@ -49,14 +52,3 @@ class _Graph(nn.Cell):
     def construct(self, *arguments: Any) -> Any:
         """Return `function(*arguments)`."""
         return self.function(*arguments)
-
-
-def _dynamic(function: Callable, inputs: Callable) -> Callable:
-    graph = _Graph(function)
-    run = ms.jit(graph)
-
-    def call(*arguments: Any) -> Any:
-        graph.set_inputs(*inputs(arguments))  # in each call: arguments without a declaration may change their shapes
-        return run(*arguments)
-
-    return call

@@ -1,6 +1,7 @@
 """Kernels that scale gradients for the optimizer and clear buffers: portable ones, and those of Ascend, in place."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from os import environ
 from typing import Any
 
@@ -8,14 +9,36 @@ import mindspore as ms
 from mindspore import Parameter, Tensor, ops
 
 from ..mindspore_api import InplaceZero, jit_class
-from ..tensors import HALF, Gradients, Scalar, as_tensor, cast, cleared, mapped, scaled
+from ..tensors import HALF, Gradients, Scalar, add_one, as_tensor, cast, cleared, mapped, mapped_backwards, scaled
 
 SWITCH = "MS_ACCUM_IN_PLACE"  # in the environment: "1" takes the kernels in place
 
 
 @jit_class
 class Portable:
-    """Scale and clear by assigning new values, with kernels that every device has."""
+    """Scale and clear by assigning new values, with kernels that every device has.
+
+    Args:
+        small: Gradients of fewer elements are added after all others.
+    """
+
+    def __init__(self, small: int = 0) -> None:
+        self.small = small
+
+    def add(self, factor: Scalar, buffers: Gradients, gradients: Gradients) -> None:
+        """Add `factor * gradient` to each buffer: in a graph, the last one first.
+
+        The backward pass computes the gradient of the last parameter first. In the order of the parameters, all
+        gradients would be in memory together (13 x Dense 2048 in bfloat16 on Ascend: 10.2 bytes per parameter at the
+        peak in place of 6.5; with biases between the weights: 8.3). The results of the additions are not used:
+        MindSpore would fuse each with the kernel that computes its gradient, and on CPU no two gradients would be
+        computed in parallel.
+        """
+        if self.small == 0:
+            mapped_backwards(add_one, factor, buffers, gradients)
+        else:
+            for is_small in (False, True):
+                mapped_backwards(_add_some, (is_small, self.small, factor), buffers, gradients)
 
     def scale(self, factor: Scalar, gradients: Gradients, dtypes: tuple[ms.Type, ...]) -> Gradients:
         """Return `factor * gradient` for each gradient, in `dtypes`."""
@@ -43,6 +66,13 @@ class OneByOne(Portable):
             previous = scaled(ops.depend(factor, previous), gradient, dtype)
             found = (*found, previous)
         return found
+
+    def clear(self, zero: Tensor, buffers: Gradients) -> None:
+        """See `Portable`."""
+        previous = zero = zero + 0.0  # read once
+        for buffer in buffers:
+            previous = cleared(ops.depend(zero, previous), buffer)
+            ops.assign(buffer, previous)
 
 
 class _Multiply(ops.Primitive):
@@ -77,12 +107,21 @@ class InPlace(Portable):
         mapped(_clear if _zero is None else _clear_in_place, zero, buffers)
 
 
-def kernels_for(dtypes: tuple[ms.Type, ...]) -> Portable:
-    """Return the kernels for parameters of these dtypes."""
+def kernels_for(parameters: Sequence[Parameter]) -> Portable:
+    """Return the kernels for these parameters."""
+    if ms.get_context("device_target") != "Ascend":
+        return InPlace() if environ.get(SWITCH) == "1" else Portable()
+    # MindSpore runs one side effect for each operator on a path through the graph: biases between weights would let
+    # the gradients of weights wait.
+    small = max(p.size for p in parameters) // 64
     if environ.get(SWITCH) == "1":
-        return InPlace()
-    is_chained = ms.get_context("device_target") == "Ascend" and any(dtype in HALF for dtype in dtypes)
-    return OneByOne() if is_chained else Portable()
+        return InPlace(small)
+    return (OneByOne if any(p.dtype in HALF for p in parameters) else Portable)(small)
+
+
+def _add_some(shared: tuple, buffer: Parameter, gradient: Tensor) -> None:
+    if (buffer.size < shared[1]) == shared[0]:
+        add_one(shared[2], buffer, gradient)
 
 
 def _clear(zero: Tensor, buffer: Parameter) -> None:

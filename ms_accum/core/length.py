@@ -36,9 +36,6 @@ class WindowLength:
                             = n of the largest start <= update_step              # {start: n}, piecewise constant
                             = at_most                                            # until_weight(budget, at_most)
 
-    `update_step` only changes when a window closes, so a window keeps its length. The dict form is Lightning's
-    `GradientAccumulationScheduler`, counted in updates.
-
     Attributes:
         description: A text that is equal for equal lengths.
         constant: What `missing` returns for no microbatch, if that is the same after each update; else None.
@@ -47,6 +44,10 @@ class WindowLength:
     """
 
     def __init__(self, accumulate_step: AccumulateStep) -> None:
+        if isinstance(accumulate_step, (nn.LossBase, nn.Optimizer)):
+            raise TypeError(f"accumulate_step is of type {type(accumulate_step).__name__}, expected the number of "
+                            "microbatches in a window; give the optimizer second, accumulate_step third, and a loss "
+                            "function inside the network: nn.WithLossCell(network, loss_fn)")
         self.budget: Optional[float] = None
         self.lengths: tuple[tuple[int, int], ...] = ((0, 1),)
         if isinstance(accumulate_step, UntilWeight):
@@ -64,26 +65,12 @@ class WindowLength:
         self.longest = longest if self.budget is None or longest < LARGEST_INT32 else ceil(self.budget)
 
     def length(self, update_step: Tensor) -> Union[int, Tensor]:
-        """Return the length of the window that starts after `update_step` updates (int32 Tensor of shape `()`)."""
+        """Return the length of the window that starts after `update_step` updates (int32 `()`)."""
         length = self.lengths[0][1]
         if len(self.lengths) > 1:  # in a graph, to compile the slice takes time
             for start, longer in self.lengths[1:]:
                 length = ops.where(update_step >= start, longer, length)
         return length
-
-    def updates_of(self, microbatches: int, epochs: int = 1) -> int:
-        """Return the number of updates of a run; see the function `updates_of`."""
-        microbatches = _length("microbatches", microbatches, "give the microbatches of an epoch")
-        if self.budget is not None:
-            raise ValueError(_UNKNOWN.format(self.description))
-        updates = 0
-        for _ in range(whole_number("epochs", epochs, "give the epochs of a run")):
-            left = microbatches
-            while left > 0:
-                length, ends = self.host_length(updates), [start for start, _ in self.lengths if start > updates]
-                windows = min(-(-left // length), min(ends, default=updates + left) - updates)
-                updates, left = updates + windows, left - windows * length
-        return updates
 
     def share(self, ranks: int) -> None:
         """Multiply the budget, which is that of one rank, by the number of ranks whose weights are summed."""
@@ -102,23 +89,11 @@ class WindowLength:
         return next(length for start, length in reversed(self.lengths) if start <= update_step)
 
     def missing(self, microbatches: int, update_step: int, weight: float = 0.0) -> int:
-        """Return the least number of microbatches that a window of so many, with this weight, still needs.
-
-        It is 0 where `is_full` is true. For the host.
-        """
+        """Return the least number of microbatches that a window still needs: 0 where `is_full` is true."""
         left = max(self.host_length(update_step) - microbatches, 0)
         if self.budget is None:
             return left
         return int(left > 0 and not np.float32(weight) >= np.float32(self.budget))  # any one may bring the weight
-
-
-def length_of(accumulate_step: AccumulateStep) -> WindowLength:
-    """Return the `WindowLength`. Raise TypeError or ValueError if `accumulate_step` is invalid."""
-    if isinstance(accumulate_step, (nn.LossBase, nn.Optimizer)):
-        raise TypeError(f"accumulate_step is of type {type(accumulate_step).__name__}, expected the number of "
-                        "microbatches in a window; give the optimizer second, accumulate_step third, and a loss "
-                        "function inside the network: nn.WithLossCell(network, loss_fn)")
-    return WindowLength(accumulate_step)
 
 
 def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
@@ -126,16 +101,11 @@ def until_weight(budget: float, at_most: int = LARGEST_INT32) -> UntilWeight:
 
         train_step = make_train_step(forward_fn, optimizer, until_weight(65_536), weight_fn=count_tokens)
 
-    A window closes with the microbatch that brings its weight (of `weight_fn`, or the number of samples) to `budget`.
-    Microbatches are not cut, so it may exceed the budget. The budget is that of one rank: if ranks exchange each
-    microbatch, a window closes at `budget` times the number of these ranks. A train step reads the window's weight
-    after each microbatch, which waits for the device.
-
-    Args:
-        budget: The weight at which a window closes, a finite number > 0.
-        at_most: Largest number of microbatches in a window; it bounds windows of little weight.
-
-    Source: fairseq's `--max-tokens` bounds a batch in this way.
+    A window closes with the microbatch that brings its weight (of `weight_fn`, or the number of samples) to `budget`, a
+    finite number > 0, or with the microbatch number `at_most`. Microbatches are not cut, so it may exceed the budget.
+    The budget is that of one rank: if ranks exchange each microbatch, a window closes at `budget` times the number of
+    these ranks. A train step reads the window's weight after each microbatch, which waits for the device. Source:
+    fairseq's `--max-tokens`.
 
     Example:
         >>> from ms_accum import until_weight
@@ -150,9 +120,7 @@ def by_epoch(schedule: Mapping[int, int], microbatches: int) -> dict[int, int]:
     """Convert a schedule of epochs, `{epoch: n}` with the key 0, to one of updates, for `accumulate_step`.
 
     It is exact if every epoch has `microbatches` microbatches on each rank and ends with a flush, and no window is
-    dropped: a dropped window is no update.
-
-    Source: Lightning's `GradientAccumulationScheduler`, which counts epochs.
+    dropped. Source: Lightning's `GradientAccumulationScheduler`.
 
     Example:
         >>> from ms_accum import by_epoch
@@ -177,16 +145,26 @@ def updates_of(accumulate_step: AccumulateStep, microbatches: int, epochs: int =
         optimizer = nn.Momentum(parameters, nn.cosine_decay_lr(0.0, 0.1, total, 1, total), 0.9)
 
     It is exact if every epoch ends with a flush and nothing is dropped. `microbatches`: of an epoch on each rank; if
-    ranks have different numbers, the largest. Raise ValueError for `until_weight`, whose windows are not known before.
-
-    Source: Lightning's `Trainer.estimated_stepping_batches`.
+    ranks have different numbers, the largest. Raise ValueError for `until_weight`. Source: Lightning's
+    `Trainer.estimated_stepping_batches`.
 
     Example:
         >>> from ms_accum import updates_of
         >>> print(updates_of(4, microbatches=10, epochs=2), updates_of({0: 1, 5: 4}, microbatches=10, epochs=2))
         6 10
     """
-    return length_of(accumulate_step).updates_of(microbatches, epochs)
+    length = WindowLength(accumulate_step)
+    microbatches = _length("microbatches", microbatches, "give the microbatches of an epoch")
+    if length.budget is not None:
+        raise ValueError(_UNKNOWN.format(length.description))
+    updates = 0
+    for _ in range(whole_number("epochs", epochs, "give the epochs of a run")):
+        left = microbatches
+        while left > 0:
+            n, ends = length.host_length(updates), [start for start, _ in length.lengths if start > updates]
+            windows = min(-(-left // n), min(ends, default=updates + left) - updates)
+            updates, left = updates + windows, left - windows * n
+    return updates
 
 
 def _length(name: str, value: object, remedy: str) -> int:

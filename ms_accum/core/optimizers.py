@@ -4,7 +4,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from math import inf, nan, prod
+from math import inf, nan
 from numbers import Real
 from typing import Any, Union
 from warnings import warn
@@ -33,12 +33,9 @@ class Rates:
     State whose name is not unique (of several optimizers in one Cell) is renamed by its path: a graph would raise an
     error for it. So build it before anything is compiled.
 
-    Args:
-        optimizer: The optimizer.
-
     Attributes:
-        state: All Parameters of the optimizer by name, without those that are trained, and those in a schedule or a
-            list of rates, which the script gives.
+        state: All Parameters of the optimizer by name, but for those that are trained, and those inside a schedule or a
+            list of rates.
         divided: The whole parameter of each state that is cut as its slice is (ZeRO), by name.
         parameters: The state that a script gives as a number: learning rates and momentum, by name.
         given: The values of these when this was built.
@@ -82,8 +79,7 @@ class Rates:
         return rates if len(rates) > 1 else rates[0]
 
     def set(self, given: Any) -> None:
-        """Set the rates: one number for all, or one for each. Raise an error, before any is set, if one is no number.
-        """
+        """Set the rates: one number for all, or one for each. An error changes none of them."""
         before = np.ravel(self.next())
         fixed = next((rate for _, rate in self._rates if not isinstance(rate, Parameter)), None)
         if fixed is not None:
@@ -119,15 +115,10 @@ class Rates:
 
 
 def _rates_in(optimizer: Any) -> list[Any]:
-    """Return the rates of one optimizer in the order of its groups: Parameters, numbers or schedules.
-
-    Of MindSpore's `nn` optimizers, all groups without a rate of their own have one together. With "order_params",
-    schedules are in the order of the parameters. There is none if the optimizer computes its own rate (`nn.AdaFactor`).
-    """
+    """Return the rates of one optimizer in the order of its groups: Parameters, numbers or schedules."""
     if isinstance(optimizer, nn.LARS):
         return []  # those of the optimizer that it holds
-    groups = getattr(optimizer, "param_groups", None)
-    if groups:
+    if groups := getattr(optimizer, "param_groups", None):
         return [group["lr"] for group in groups]
     rates = () if getattr(optimizer, "relative_step", False) else getattr(optimizer, "learning_rate", ())
     rates = rates if isinstance(rates, (list, tuple, nn.CellList)) else [rates]
@@ -151,21 +142,19 @@ def _rate_at(rate: Any, optimizer: Any, offset: int) -> float:
 
 
 def _divided(optimizer: Any, state: dict[str, Parameter]) -> dict[str, Parameter]:
-    """Return the whole parameter of each state that is cut as its slice is, by name.
+    """Return the whole parameter of each state that has the shape of its slice, by name.
 
-    Such state has the shape of the slice; and its name ends in that of the whole parameter, or it is in a list that has
-    one entry for each slice.
+    The state's name ends in that of the parameter, or it is in a list that has one entry for each slice.
     """
-    slices = [p for p in optimizer.parameters if whole_of(p) is not p]
-    found = {}
-    for name, parameter in state.items() if slices else ():
-        named = [p for p in slices if parameter.name.endswith(f".{whole_of(p).name}")]
+    slices, found = [p for p in optimizer.parameters if whole_of(p) is not p], {}
+    for name, parameter in state.items():
+        own = [p for p in slices if parameter.name.endswith(f".{whole_of(p).name}")]
         listed = re.search(r"\[(\d+)\]$", name)
-        own = max(named, key=lambda p: len(whole_of(p).name), default=None)
-        if own is None and listed is not None and int(listed[1]) < len(slices):
-            own = slices[int(listed[1])]
-        if own is not None and tuple(own.shape) == tuple(parameter.shape):
-            found[name] = whole_of(own)
+        if listed is not None and not own:
+            own = slices[int(listed[1]):][:1]
+        whole = max(own, key=lambda p: len(whole_of(p).name), default=None)
+        if whole is not None and tuple(whole.shape) == tuple(parameter.shape):
+            found[name] = whole_of(whole)
     return found
 
 
@@ -182,12 +171,9 @@ def checked_parameters(optimizer: object, name: str = "optimizer") -> tuple[Para
         if parameter.dtype not in FLOATS:
             raise TypeError(f"{parameter.name} is a parameter of {parameter.dtype}, expected a float dtype; "
                             "leave it out of the optimizer")
-        if prod(parameter.shape) == 0:
-            raise ValueError(f"{parameter.name} has shape {tuple(parameter.shape)}, expected at least one element; "
-                             "leave it out of the optimizer")
     require_trainable(parameters)
-    twice = next((name for name, times in Counter(p.name for p in parameters).items() if times > 1), None)
-    if twice is not None:
+    twice, times = Counter(p.name for p in parameters).most_common(1)[0]
+    if times > 1:
         raise ValueError(f"optimizer holds two parameters called {twice}, expected each one once; "
                          "give it network.trainable_params()")
     for _, holder in (("", optimizer), *_inside(optimizer, set())):

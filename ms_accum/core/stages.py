@@ -2,12 +2,12 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any, Optional, Union
+from typing import Any, Union
 
 import mindspore as ms
 from mindspore import Parameter, Tensor, amp, ops
 
-from ..arguments import instance_of, one_of, whole_number
+from ..arguments import instance_of, one_of
 from ..distributed.exchange import OneDevice
 from ..mindspore_api import jit_class
 from ..tensors import Gradients, Numbers, Scalar, as_tensor, cast, finite_sum
@@ -20,16 +20,14 @@ class Stage:
         loss * loss_scale ─► backward ─ weigh, measure ─► buffers           # each piece of a microbatch
         exchange ─ accepts ─► on_update ─► optimizer ─ on_close             # each window
 
-    By default, no method changes anything. All methods except `bind` are compiled in graph mode. Give a stage of your
-    own as `make_train_step(..., stages=(stage,))`, or to any function that takes the options of an accumulator.
+    By default, no method changes anything. All methods except `bind` are compiled in graph mode. Give it by `stages=`.
 
     Attributes:
         measures: Number of values that `measure` returns; `measured`: where they are among a window's numbers.
         state: Its Parameters, which change only when a window closes. They are part of checkpoints.
         exchange: That of the accumulator, once the stage is part of one.
 
-    Source: a chain of gradient transformations, as in optax. The loss scale, the skipping of `optax.skip_not_finite`
-    and the noise scale of McCandlish et al. (2018) are stages.
+    Source: a chain of gradient transformations, as in optax.
 
     Example:
         >>> import mindspore as ms, numpy as np
@@ -41,14 +39,12 @@ class Stage:
         ...         self.value = ms.Parameter(ms.Tensor(0.0), name="largest", requires_grad=False)
         ...         self.state = (self.value,)
         ...     def on_update(self, window):
-        ...         gradients = window["gradients"]
-        ...         ops.assign(self.value, gradients[0].max() * window["unit"] / window["weight"])
+        ...         ops.assign(self.value, window["gradients"][0].max() * window["unit"] / window["weight"])
         >>> network, stage = nn.Dense(2, 1), Largest()
         >>> def forward_fn(x):
         ...     return network(x).mean()
         >>> train_step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.5), 2, stages=(stage,))
-        >>> for value in (1.0, 3.0):
-        ...     loss = train_step(ms.Tensor(np.full((4, 2), value), ms.float32))
+        >>> losses = list(train_step.epoch([np.full((4, 2), value, np.float32) for value in (1, 3)]))
         >>> print(float(stage.value))
         2.0
     """
@@ -70,7 +66,7 @@ class Stage:
     def weigh(self, gradients: Gradients, weight: Scalar) -> tuple[Scalar, Scalar]:
         """Return the weight of a piece, and 1 if it is taken or 0 if it is skipped: then its weight is 0.
 
-        `gradients` are those of this rank, of the scaled loss. If the weight is 0, they may hold any values.
+        `gradients` are those of this rank, of the scaled loss; any values if the weight is 0.
         """
         return weight, 1.0
 
@@ -98,19 +94,14 @@ class Stage:
 
 
 def overrides(stage: Stage, *methods: str) -> bool:
-    """Return whether a stage overrides one of these methods.
-
-    Others are not called in a graph: a method that does nothing makes MindSpore warn of eliminated side effects.
-    """
+    """Return whether a stage overrides one of these methods."""
+    # Others are not called in a graph: a method that does nothing makes MindSpore warn of eliminated side effects.
     return any(getattr(type(stage), method) is not getattr(Stage, method) for method in methods)
 
 
 @jit_class
 class Called:
-    """Hold the stages that override each method, and tell each where its measures are among a window's numbers.
-
-    `first`: the place of the first measure.
-    """
+    """Hold the stages that override each method, and tell each where its measures are, from place `first` on."""
 
     def __init__(self, stages: tuple[Stage, ...], first: int) -> None:
         def among(*methods: str) -> tuple[Stage, ...]:
@@ -172,9 +163,6 @@ class AdjustedLossScale(LossScale):
 
 # --- which stages are switched on -------------------------------------------------------------------------------------
 
-MOST_SKIPS = 20
-
-
 def checked_stages(on_nonfinite: object, scaler: object, stages: object) -> tuple[Stage, ...]:
     """Return the stages in the order in which gradients pass them. Raise TypeError or ValueError if one is invalid."""
     one_of("on_nonfinite", on_nonfinite, ("apply", "skip_microbatch", "skip_window"))
@@ -184,30 +172,22 @@ def checked_stages(on_nonfinite: object, scaler: object, stages: object) -> tupl
                          '"skip_window", which both drop the window')
     given = instance_of("stages", stages, (tuple, list), "a tuple of stages")
     own = tuple(instance_of(f"stages[{i}]", stage, Stage, "a ms_accum.Stage") for i, stage in enumerate(given))
-    scaling: tuple[Stage, ...] = ()
-    if scaler is not None:
-        is_static = type(checked_loss_scaler(scaler)).adjust is amp.StaticLossScaler.adjust
-        scaling = ((LossScale if is_static else AdjustedLossScale)(scaler),)  # type: ignore[arg-type]
     if on_nonfinite == "skip_microbatch":
-        return (*scaling, SkipMicrobatch(), *own)
-    return (*scaling, SkipWindow(), *own) if scaling or on_nonfinite == "skip_window" else own
-
-
-def checked_max_skips(max_skips: object, drops: bool) -> Optional[int]:
-    """Return the most windows that may be dropped in a row, or None, also where none may be dropped."""
-    if max_skips is None:
-        return None
-    most = whole_number("max_skips", max_skips, "it is the most dropped windows in a row", minimum=0)
-    return most if drops else None
+        return (SkipMicrobatch(), *own)
+    if scaler is None:
+        return (SkipWindow(), *own) if on_nonfinite == "skip_window" else own
+    is_static = type(checked_loss_scaler(scaler)).adjust is amp.StaticLossScaler.adjust
+    scaling = (LossScale if is_static else AdjustedLossScale)(scaler)
+    return (scaling, SkipWindow(), *own)
 
 
 def checked_loss_scaler(scaler: object) -> amp.LossScaler:
     """Return the loss scaler. Raise TypeError if it is none, ValueError for a scale that nothing can be divided by."""
+    remedy = "give e.g. amp.DynamicLossScaler(2**16, 2, 1000)"
     if not isinstance(scaler, amp.LossScaler) or not isinstance(getattr(scaler, "scale_value", None), Tensor):
         raise TypeError(f"loss_scaler is of type {type(scaler).__name__}, expected a mindspore.amp.LossScaler; "
-                        "give e.g. amp.DynamicLossScaler(2**16, 2, 1000)")
+                        f"{remedy}")
     value = scaler.scale_value.asnumpy().astype(float)
     if value.size != 1 or not 0 < value.item() < inf:
-        raise ValueError(f"the loss scale is {value}, expected one finite number > 0; "
-                         "give e.g. amp.DynamicLossScaler(2**16, 2, 1000)")
+        raise ValueError(f"the loss scale is {value}, expected one finite number > 0; {remedy}")
     return scaler

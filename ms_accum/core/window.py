@@ -27,14 +27,12 @@ from ..tensors import (
     Gradients,
     Numbers,
     Scalar,
-    add_one,
     as_tensor,
     cast,
     cleared,
     clip_factor,
     divide_no_nan,
     mapped,
-    mapped_backwards,
     multiply_no_nan,
     norm_of,
     square_sum,
@@ -66,7 +64,8 @@ BEGIN, CLOSE = change(MARK=1), change(MARK=CLOSING)
 END = change(MARK=-1, HELD=1, ADDED=1)  # of a microbatch in one piece
 PART, HOLD = change(MARK=-1), change(MARK=-1, HELD=1)  # of a piece of other ranks; of their microbatch
 EMPTY_BATCH = change(HELD=1, ADDED=1)
-KEPT = 1 - change(HELD=1, IN_ROW=1)  # what a close keeps of the counts
+# What a close keeps of the counts. (If an operator ran when the package is imported, no device could be set later.)
+KEPT = change(MARK=1, ADDED=1, UPDATES=1, WINDOWS=1, SKIPPED=1, EMPTY=1)
 APPLIED = change(MARK=-CLOSING, UPDATES=1, WINDOWS=1)
 ALONE = change(MARK=-CLOSING - 1, ADDED=1, UPDATES=1, WINDOWS=1)  # with the mark of its piece
 DROPPED = change(MARK=-CLOSING, WINDOWS=1, SKIPPED=1, IN_ROW=1)
@@ -78,16 +77,8 @@ ONE_IN_ROW, ONE_SKIPPED, ONE_EMPTY = change(IN_ROW=1), change(SKIPPED=1), change
 class Window:
     """Add up gradients, and update. All methods but those for the host are compiled in graph mode.
 
-    Args:
-        optimizer: What updates.
-        length: When a window is full.
-        exchange: What ranks exchange.
-        stages: In the order in which gradients pass them.
-        reduction: "mean": divide by the sum of the weights. "sum": the script has divided its loss.
-        is_sum: Whether the loss is a sum: then gradients are added without their weight.
-        clip_norm: Largest norm of an update's gradient, or None.
-        min_weight: The least sum of weights to divide by; 0: none.
-        dtypes: Of the buffers. None: no buffers, for windows of one microbatch.
+    `is_sum`: whether the loss is a sum, so that gradients are added without their weight. `min_weight`: the least sum
+    of weights to divide by. `dtypes`: of the buffers; None: no buffers, for windows of one microbatch.
 
     Attributes:
         counts, sums: See above: int32 `(8,)` and float32 `(8 + measured,)`.
@@ -109,12 +100,12 @@ class Window:
             state_parameter(f"{prefix}.{p.name}", shape, dtype)
             for p, shape, dtype in zip(exchange.parameters, exchange.shapes, dtypes or ())])
         self.dtypes = tuple(p.dtype for p in exchange.parameters)
-        self.kernels = kernels_for(self.dtypes)
+        self.kernels = kernels_for(exchange.parameters)
         measured = sum(stage.measures for stage in stages)
         self.counts = state_parameter(f"{prefix}.counts", (len(COUNTS),), ms.int32)
         self.sums = state_parameter(f"{prefix}.sums", (MEASURED + measured,), ms.float32)
-        self.seen, self.zero = state_parameter(f"{prefix}.seen", (), ms.int64), state_parameter(
-            f"{prefix}.zero", (), ms.float32)
+        self.seen = state_parameter(f"{prefix}.seen", (), ms.int64)
+        self.zero = state_parameter(f"{prefix}.zero", (), ms.float32)
         self.no_measures = (NOTHING,) * measured
         self.unit = 1.0 if reduction == "sum" or is_sum or exchange.sums_each else None  # type: Optional[float]
         for stage in stages:
@@ -132,10 +123,7 @@ class Window:
         return loss
 
     def begin(self, computed: Tensor) -> Tensor:
-        """Mark, once `computed` is, that a piece begins. What changes the window depends on the result.
-
-        An error before it has changed nothing.
-        """
+        """Mark, once `computed` is, that a piece begins. What changes the window depends on the result."""
         return ops.assign_add(self.counts, ops.depend(BEGIN, computed))
 
     def factor_of(self, weight: Scalar) -> Scalar:
@@ -151,11 +139,7 @@ class Window:
         factor = self.factor_of(weight) * taken
         numbers = (*self._numbers(weight, loss, taken), *self._measured(gradients, weight))
         gradients, factor, numbers = self.exchange.each(gradients, factor, numbers)
-        # The backward pass computes the gradient of the last parameter first. In the order of the parameters, all
-        # gradients would be in memory together (13 x Dense 2048 in bfloat16 on Ascend: 10.2 bytes per parameter at the
-        # peak in place of 6.5). The results of the additions are not used: MindSpore would fuse each with the kernel
-        # that computes its gradient, and on CPU no two gradients would be computed in parallel.
-        mapped_backwards(add_one, factor, self.buffers, gradients)
+        self.kernels.add(factor, self.buffers, gradients)
         self._count(numbers, after)
 
     def count_piece(self, weight: Scalar, loss: Tensor, after: Tensor) -> None:
@@ -168,7 +152,7 @@ class Window:
         nothing = self.zero + 0
         numbers = (nothing, nothing, nothing, nothing, *self.no_measures)
         gradients, factor, numbers = self.exchange.each(self.nothing_of_parameters(), nothing, numbers)
-        mapped_backwards(add_one, factor, self.buffers, gradients)
+        self.kernels.add(factor, self.buffers, gradients)
         self._count(numbers, after)
         return self.counts + 0
 
@@ -314,10 +298,7 @@ class Window:
                                       in enumerate(self.stages) for j, parameter in enumerate(stage.state)}}
 
     def empty(self, counts: np.ndarray, sums: np.ndarray, mark: int) -> None:
-        """Drop what the buffers hold, and assign these numbers, as they are between two windows.
-
-        `mark`: what an interrupt leaves.
-        """
+        """Drop what the buffers hold, and assign these numbers. `mark`: what an interrupt leaves."""
         counts, sums = np.array(counts), np.array(sums)
         counts[HELD], counts[MARK] = 0, mark
         ops.assign(self.counts, Tensor(counts))

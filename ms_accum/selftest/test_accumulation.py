@@ -143,7 +143,7 @@ def test_loss_scale(means: Training, holds: Callable) -> None:
     holds(after_nan(means, [texts((12, 2), 3)]))
 
 
-@rows(quick="train step")
+@rows(quick=("by hand, op by op", "train step"))
 def test_token_weights__sums(sums: Training, holds: Callable) -> None:
     """Sums over tokens are divided once."""
     holds(learned(sums, [texts((12, 2), 1), texts((5, 9), 2)]))

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from itertools import product
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import mindspore as ms
 import numpy as np
@@ -24,19 +24,19 @@ DRIVERS = {
 BOUNDS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
-def rows(quick: Optional[str] = None, drivers: Collection[str] = DRIVERS, dtypes: Collection[str] = BOUNDS,
+def rows(quick: Union[str, tuple[str, ...], None] = None, drivers: Collection[str] = DRIVERS, dtypes: Collection[str] = BOUNDS,
          checks: Collection[str] = ()) -> pytest.MarkDecorator:
     """Parametrize a test: it is a row of the table for each driver and dtype.
 
     Args:
-        quick: The driver in the quick run, which has only the first dtype. None: all drivers.
+        quick: The driver, or drivers, in the quick run, which has only the first dtype. None: all drivers.
         drivers, dtypes: Values of these arguments.
         checks: Values of the argument `check`, which are names of rows. Without it, the test names them.
     """
-    first, checked = next(iter(dtypes)), bool(checks)
+    first, checked, fast = next(iter(dtypes)), bool(checks), (quick,) if isinstance(quick, str) else quick
     return pytest.mark.parametrize(("check", "driver", "dtype")[not checked:], [
         pytest.param(*(check, driver, dtype)[not checked:],
-                     marks=[pytest.mark.quick] * (dtype == first and quick in (None, driver)))
+                     marks=[pytest.mark.quick] * (dtype == first and (fast is None or driver in fast)))
         for dtype, driver, check in product(dtypes, drivers, checks or [""])], scope="module")
 
 

@@ -35,14 +35,12 @@ def as_arguments(batch: Any) -> tuple[tuple, dict[str, Any]]:
 
 def as_tensors(values: Iterable) -> tuple:
     """Return the values of a batch. NumPy arrays are copied to Tensors, so that the caller may fill them again."""
-    return tuple(map(_as_tensor, values))
+    return tuple([Tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind not in "OSU" else value
+                  for value in values])
 
 
 def require_batched(batches: Any) -> None:
-    """Raise ValueError for a `mindspore.dataset`, or an iterator of one, without a batch operation.
-
-    A `GeneratorDataset` may yield batches, and raises no error. A single batch, given as a dict, raises TypeError.
-    """
+    """Raise an error for a dict, and for a `mindspore.dataset`, or an iterator of one, without a batch operation."""
     if isinstance(batches, Mapping):
         raise TypeError("batches is a dict, expected an iterable of batches; for a single one call train_step(**batch)")
     dataset = batches.dataset if is_a(batches, "Iterator") else batches
@@ -62,16 +60,9 @@ def _source_of_samples(dataset: Any) -> Any:
     return next(filter(None, map(_source_of_samples, dataset.children)), None)
 
 
-def _as_tensor(value: Any) -> Any:
-    return Tensor(value) if isinstance(value, np.ndarray) and value.dtype.kind not in "OSU" else value
-
-
 def named_values(function: Callable, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the named arguments for graphs, without those that are None: graph mode cannot pass None or str by name.
-
-    Raise TypeError if the call would change without them.
-    """
-    for name, value in named.items():
+    """Return the named arguments for graphs without those that are None. Raise TypeError if that changes the call."""
+    for name, value in named.items():  # graph mode cannot pass None or str by name
         default = getattr(_parameters(function).get(name), "default", None)
         if isinstance(value, str) or (value is None and default is not None):
             raise TypeError(f"{name} is {value!r}, expected a Tensor: a compiled step cannot get it by name; give the "
@@ -112,8 +103,7 @@ def positions_of(cell: nn.Cell) -> tuple[str, int, int]:
 def positional(name: str, function: Any, count: int = 0, names: tuple[str, ...] = ()) -> Any:
     """Wrap `function` so that graph mode can call it with `count` arguments by position, the last of them `names`.
 
-    It also unpacks a `functools.partial`: graph mode does not know what a partial returns. A `weight_fn` gets those of
-    `names` that are in its signature. Raise TypeError if `count` is given, and it does not take such a batch.
+    A `weight_fn` gets those of `names` that are in its signature. Raise TypeError if it does not take such a batch.
     """
     if function is None:
         return None
@@ -121,7 +111,7 @@ def positional(name: str, function: Any, count: int = 0, names: tuple[str, ...] 
     if not (names or isinstance(function, partial)):
         return function
     arguments, fixed = (), {}
-    if isinstance(function, partial):
+    if isinstance(function, partial):  # graph mode does not know what it returns
         arguments, fixed, function = function.args, function.keywords, function.func
 
     def call(*batch: Any) -> Any:
@@ -152,8 +142,6 @@ def _taken(name: str, function: Callable, positions: int, names: tuple[str, ...]
 
 # --- samples ----------------------------------------------------------------------------------------------------------
 
-_NESTED = ("a tuple, list or dict, expected Tensors and plain values; give each Tensor as an argument of its own (a "
-           "dict as **batch)")
 Cut = tuple[Optional[int], ...]  # the axis along which each argument is cut; None: it is passed whole to every piece
 
 
@@ -164,9 +152,9 @@ def layout(batch: tuple, batch_axis: int = 0, eager: bool = False) -> tuple[int,
     """
     ranks = tuple([_rank(argument) for argument in batch])
     if eager:
-        ranks = tuple([rank if isinstance(rank, int) and argument.dtype != ms.string else None
+        ranks = tuple([rank if isinstance(argument, Tensor) and argument.dtype != ms.string else None
                        for rank, argument in zip(ranks, batch)])
-    place = _place(ranks, batch_axis)
+    place = place_of(ranks, batch_axis)
     axes = [axis_of(argument.ndim, batch_axis) if rank else None for rank, argument in zip(ranks, batch)]
     lengths = [None if axis is None else argument.shape[axis] for argument, axis in zip(batch, axes)]
     samples: Any = lengths[place]
@@ -175,23 +163,22 @@ def layout(batch: tuple, batch_axis: int = 0, eager: bool = False) -> tuple[int,
 
 def samples_in_graph(batch: tuple, batch_axis: int = 0) -> Scalar:
     """Return the number of samples in a graph: a float, or a float32 Tensor `()` if it is dynamic."""
-    first = batch[_constant_place(tuple([_rank(argument) for argument in batch]), batch_axis)]
+    first = batch[_place(tuple([_rank(argument) for argument in batch]), batch_axis)]
     return as_weight(first.shape[axis_of(first.ndim, batch_axis)])
 
 
-def _rank(argument: Any) -> Union[int, str, None]:
-    """Return the number of axes of a Tensor, an error message for what holds some, or None for a plain value."""
+def _rank(argument: Any) -> Optional[int]:
+    """Return the number of axes of a Tensor, -1 for what may hold some, or None for a plain value."""
     if isinstance(argument, Tensor):
         return argument.ndim
-    return _NESTED if isinstance(argument, (tuple, list, dict)) else None
+    return -1 if isinstance(argument, (tuple, list, dict)) else None
 
 
-def _place(ranks: tuple, batch_axis: int) -> int:
+def place_of(ranks: tuple, batch_axis: int) -> int:
     """Return the place of the first Tensor with axes. `ranks`: what `_rank` returns for each argument."""
-    wrong = next((rank for rank in ranks if isinstance(rank, str)), None)
-    if wrong is not None:
-        # Graph mode would take the Tensors inside a tuple for constants, and compile again for each batch.
-        raise TypeError(f"the batch holds {wrong}")
+    if -1 in ranks:  # graph mode would take the Tensors inside a tuple for constants, and compile again for each batch
+        raise TypeError("the batch holds a tuple, list or dict, expected Tensors and plain values; give each Tensor as "
+                        "an argument of its own (a dict as **batch)")
     place = next((place for place, rank in enumerate(ranks) if rank), None)
     if place is None:
         given = ["no Tensor" if rank is None else "a Tensor of shape ()" for rank in ranks]
@@ -200,12 +187,7 @@ def _place(ranks: tuple, batch_axis: int) -> int:
     return place
 
 
-_constant_place = constexpr(_place)
-
-
-def checked_pieces(pieces: object) -> int:
-    """Return `pieces` as an int >= 1. Raise TypeError or ValueError if it is invalid."""
-    return whole_number("pieces", pieces, "it is the number of pieces that a batch is cut into")
+_place = constexpr(place_of)  # in a graph
 
 
 def checked_axis(batch_axis: object) -> int:
@@ -219,20 +201,14 @@ def axis_of(axes: int, batch_axis: int) -> int:
 
 
 def starts_of(samples: int, pieces: int) -> list[tuple[int, int]]:
-    """Return the first sample and the number of samples of each piece of a batch.
-
-    There may be fewer than `pieces` pieces, and the last one may be shorter.
-    """
+    """Return the first sample and the number of samples of each piece; there may be fewer than `pieces`."""
     rows = max(-(-samples // pieces), 1)
     return [(start, min(rows, samples - start)) for start in range(0, samples, rows)]
 
 
 def places_of(rows: int, start: int = 0) -> Tensor:
-    """Return the places of `rows` samples from `start` on, for `select_rows`: int32 `(rows,)`.
-
-    Call it outside of graphs: there, `ops.arange` alone takes 0.3 s to compile.
-    """
-    return Tensor(np.arange(start, start + rows), ms.int32)
+    """Return the places of `rows` samples from `start` on, for `select_rows`: int32 `(rows,)`."""
+    return Tensor(np.arange(start, start + rows), ms.int32)  # in a graph, `ops.arange` takes 0.3 s to compile
 
 
 def select_rows(rows: Tensor, cut: Cut, batch: tuple) -> tuple:
@@ -252,7 +228,6 @@ RETURNS = {(False, False): "the loss alone", (True, False): "(loss, weight) beca
 _OF_A_MODEL = ("; take the loss from a tuple, in a function or in the construct of a loss cell: "
                "return model(..., return_dict=False)[0]")
 _A_TENSOR = "; return the loss itself, without float(), .item() or .asnumpy()"
-_NO_RETURN = "; is its `return` missing?"
 NETWORK = "the network"  # the name of a cell's function in messages
 _WITH_LOSS = "; if it computes no loss, give TrainOneStepCell(nn.WithLossCell(network, loss_fn), ...)"
 _MISSING_LOSS = {NETWORK: _WITH_LOSS, "forward_fn": "; if it computes no loss, give nn.WithLossCell(network, loss_fn)"}
@@ -310,8 +285,8 @@ def require_readable(fact: Any, name: str, expected: str) -> None:
 @constexpr
 def raise_wrong_result(returned: Any, is_none: bool, name: str, expected: str) -> None:
     """Raise TypeError for a result that is not a Tensor or not a tuple: a number that a graph computes is None here."""
-    kind, remedy = type(returned).__name__, ""
-    got = "None" if is_none else "a number" if returned is None else f"a value of type {kind}"
+    remedy = ""
+    got = "None" if is_none else "a number" if returned is None else f"a value of type {type(returned).__name__}"
     if isinstance(returned, tuple):
         got, remedy = f"{len(returned)} values", _WITH_LOSS if name == NETWORK else (
             "; give has_aux=True if it returns (loss, aux), has_weight=True if it returns (loss, weight)")
@@ -321,8 +296,11 @@ def raise_wrong_result(returned: Any, is_none: bool, name: str, expected: str) -
         remedy = _OF_A_MODEL
     elif not is_none and (returned is None or isinstance(returned, (Number, np.ndarray))):
         remedy = _A_TENSOR
-    remedy = remedy if name in ("forward_fn", NETWORK) else ""
-    raise TypeError(f"{name} returned {got}, expected {expected}{_NO_RETURN if is_none else remedy}")
+    if is_none:
+        remedy = "; is its `return` missing?"
+    elif name not in ("forward_fn", NETWORK):
+        remedy = ""
+    raise TypeError(f"{name} returned {got}, expected {expected}{remedy}")
 
 
 def checked_aux(aux: Any, rows: int, batch_axis: int) -> Any:

@@ -39,11 +39,9 @@ def forward_of(functions: Functions) -> Callable:
 
 
 def weighed(functions: Functions) -> Callable:
-    """Return `(rows, piece) -> (weight, piece)`, where the piece comes after its weight.
-
-    Otherwise all gradients would wait for the weight, and be in memory together (Ascend, bfloat16: 10.3 bytes per
-    parameter in place of 6.7).
-    """
+    """Return `(rows, piece) -> (weight, piece)`, where the piece comes after its weight."""
+    # Otherwise all gradients would wait for the weight, and be in memory together (Ascend, bfloat16: 10.3 bytes per
+    # parameter in place of 6.7).
     weight_fn, has_weight = functions.weight_fn, functions.has_weight
 
     def weigh(rows: Scalar, piece: tuple) -> tuple:
@@ -73,12 +71,9 @@ def reported(loss: Tensor, weight: Scalar, is_sum: bool) -> Tensor:
 def training_of(window: Window, functions: Functions, stream: Optional[Stream], closes: bool) -> Callable:
     """Return `(rows, piece, after) -> (loss, weight, aux)`, which differentiates a piece of `rows` samples and adds it.
 
-    Gradients are weighed, not the loss, or a layer whose own backward pass is not linear would be wrong.
-
-    Args:
-        window, functions: Where it is added, and what is differentiated.
-        stream: Op by op, what adds each gradient during the backward pass. None: they are added together.
-        closes: Whether to update with the piece as a window of one. Otherwise `after` is added to the counts.
+    Gradients are weighed, not the loss, or a layer whose own backward pass is not linear would be wrong. `stream` adds
+    each gradient during the backward pass. `closes`: whether to update with the piece as a window of one; otherwise
+    `after` is added to the counts.
     """
     forward, weigh, has_weight = forward_of(functions), weighed(functions), functions.has_weight
 

@@ -14,11 +14,11 @@ import mindspore as ms
 from mindspore import Tensor, nn, ops
 from mindspore.ops import constexpr
 
-from ..arguments import require_callable, require_options
+from ..arguments import require_callable, require_options, whole_number
 from ..core.accumulator import Options, boundary_of
 from ..core.window import PART, Window
 from ..tensors import FLOATS, cast, reshape, stack
-from .batch import Cut, checked_loss, checked_pieces, places_of, positional, select_rows, starts_of
+from .batch import Cut, checked_loss, places_of, positional, select_rows, starts_of
 from .forward import Functions
 from .pieces import ends_of
 from .train_mode import checked_networks
@@ -37,14 +37,8 @@ _DIFFER = ("encode_fn returned two different representations of the same samples
 
 
 def make_grad_cache_step(
-    encode_fn: Callable,
-    loss_fn: Callable,
-    optimizer: nn.Optimizer,
-    accumulate_step: AccumulateStep,
-    *,
-    pieces: int,
-    network: Union[nn.Cell, tuple[nn.Cell, ...], None] = None,
-    **options: Unpack[Options],
+    encode_fn: Callable, loss_fn: Callable, optimizer: nn.Optimizer, accumulate_step: AccumulateStep, *, pieces: int,
+    network: Union[nn.Cell, tuple[nn.Cell, ...], None] = None, **options: Unpack[Options],
 ) -> TrainStep:
     """Build a compiled train step for a loss over a whole batch, such as InfoNCE, that needs the memory of one piece.
 
@@ -52,46 +46,37 @@ def make_grad_cache_step(
         loss = loss_fn(representations of the batch)                  # and d = its gradient at each representation
         gradient = sum of the gradients of sum(d[piece] * encode_fn(piece))
 
-    Plain accumulation cuts a contrastive batch into small batches with fewer negatives, which is a different loss. Here
-    the gradient equals that of the undivided batch, for one more forward pass. The memory holds the activations of one
-    piece, the representations, and what `loss_fn` computes (for InfoNCE the n x n similarities).
+    The gradient equals that of the undivided batch, with all its negatives, for one more forward pass.
 
     Args:
         encode_fn: `(*piece) -> representations`: a Tensor of shape `(m, ...)` with one representation per sample, or a
             tuple of such Tensors of one float dtype. A representation may depend on its own sample only, and both
-            passes must compute the same values: Dropout raises an error when the step runs. BatchNorm normalises each
-            piece, not the batch, and its moving statistics are updated twice.
-        loss_fn: `(*representations) -> loss` of the whole batch, a float Tensor of shape `()`. It may have parameters
-            of its own, e.g. a temperature.
+            passes must compute the same values: no Dropout. BatchNorm normalises each piece, not the batch.
+        loss_fn: `(*representations) -> loss` of the whole batch, a float Tensor of shape `()`. It may have parameters.
         optimizer, accumulate_step, network, **options: As in `make_train_step`. A batch is one microbatch, weighted by
             its number of samples. With several ranks, each rank uses the negatives of its own batch.
         pieces: Number of pieces that a batch is cut into; the last one may be shorter.
 
-    Returns:
-        A `TrainStep`: `train_step(*batch) -> loss`, a float32 Tensor of shape `()`.
-
-    Source: Gao, Zhang, Han, Callan, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup", 2021
-    (https://arxiv.org/abs/2101.06983).
+    Source: Gao et al., 2021 (https://arxiv.org/abs/2101.06983).
 
     Example:
-        >>> import numpy as np, mindspore as ms
+        >>> import numpy as np
         >>> from mindspore import nn, ops
         >>> from ms_accum import make_grad_cache_step
-        >>> towers = nn.CellList([nn.Dense(3, 2, "ones"), nn.Dense(2, 2, "ones")])
-        >>> left, right = towers
+        >>> network = nn.Dense(3, 2, "ones")
         >>> def encode(x, y):
-        ...     return left(x), right(y)
+        ...     return network(x), network(y)
         >>> def info_nce(x, y):
         ...     return ops.cross_entropy(ops.matmul(x, y.T), ops.arange(len(x)))
-        >>> train_step = make_grad_cache_step(encode, info_nce, nn.SGD(towers.trainable_params(), 0.1), 1, pieces=2)
-        >>> loss = train_step(ms.Tensor(np.zeros((4, 3)), ms.float32), ms.Tensor(np.zeros((4, 2)), ms.float32))
+        >>> train_step = make_grad_cache_step(encode, info_nce, nn.SGD(network.trainable_params(), 0.1), 1, pieces=2)
+        >>> loss = train_step(np.zeros((4, 3), np.float32), np.zeros((4, 3), np.float32))
         >>> print(f"{float(loss):.4f}", train_step.update_step)  # ln 4
         1.3863 1
     """
     require_options(make_grad_cache_step, options, Options)
     require_callable("encode_fn", encode_fn)
     require_callable("loss_fn", loss_fn)
-    pieces, networks = checked_pieces(pieces), checked_networks(network)
+    pieces, networks = whole_number("pieces", pieces), checked_networks(network)
     boundary = boundary_of(optimizer, accumulate_step, {"the kind of step": "make_grad_cache_step", "pieces": pieces},
                            pieces=pieces, needs_buffers=True, **options)
     window = boundary.window
@@ -99,21 +84,16 @@ def make_grad_cache_step(
     if looking or window.exchange.sums_each:
         raise ValueError(_SINGLE.format(looking[0] if looking else "the reducer"))
 
-    def both(samples: int, cut: Cut, names: tuple[str, ...], inputs: Optional[Inputs]) -> tuple[Callable, Callable]:
-        window.unit = window.unit or float(-(-samples // pieces))
-        return in_cached_pieces(window, positional("encode_fn", encode_fn, len(cut), names),
-                                positional("loss_fn", loss_fn), partial(boundary.compiled, inputs=inputs), samples, cut,
-                                starts_of(samples, pieces))
-
-    def make_layout(samples: int, *layout: Any) -> Layout:
-        return Layout(both(samples, *layout)[0], len(starts_of(samples, pieces))) if samples else Layout(None)
-
-    def make_look(samples: int, *layout: Any) -> Optional[Callable]:
-        return both(samples, *layout)[1] if samples else None
+    def both(samples: int, cut: Cut, names: tuple[str, ...], inputs: Optional[Inputs]) -> tuple[Layout, Callable]:
+        window.unit, starts = window.unit or float(-(-samples // pieces)), starts_of(samples, pieces)
+        train, look = in_cached_pieces(window, positional("encode_fn", encode_fn, len(cut), names),
+                                       positional("loss_fn", loss_fn), partial(boundary.compiled, inputs=inputs),
+                                       samples, cut, starts)
+        return Layout(train, len(starts)), look
 
     # The second function is there for its networks. Two pieces at least: a graph has to know the number of samples.
-    functions = Functions(encode_fn, loss_fn, name="encode_fn")
-    return TrainStep(boundary, functions, networks, 0, max(pieces, 2), make_layout, make_look)
+    return TrainStep(boundary, Functions(encode_fn, loss_fn, name="encode_fn"), networks, 0, max(pieces, 2),
+                     lambda *layout: both(*layout)[0], lambda *layout: both(*layout)[1])
 
 
 def in_cached_pieces(  # noqa: C901 - one algorithm, in the order in which it runs
@@ -125,10 +105,9 @@ def in_cached_pieces(  # noqa: C901 - one algorithm, in the order in which it ru
     first_rows, ends = starts[0][1], ends_of(len(starts))
 
     @cache
-    def encoder(rows: int) -> Callable:
+    def encoder_of(rows: int) -> Callable:
         def encode(start: Tensor, *batch: Any) -> Tensor:
-            found = _represented(encode_fn, rows, select_rows(start + places[rows], cut, batch))
-            return found[1]
+            return _represented(encode_fn, rows, select_rows(start + places[rows], cut, batch))[1]
         return compiled(encode)
 
     def coupled(cached: Tensor, piece: tuple) -> tuple[Tensor, Tensor]:
@@ -147,14 +126,15 @@ def in_cached_pieces(  # noqa: C901 - one algorithm, in the order in which it ru
     def first(once: Tensor, cached: Tensor, *batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Add the first piece. Return the loss, whether both passes agree, and the gradient at the representations."""
         values, found = first_grad_fn(cached, *select_rows(places[first_rows], cut, batch))
-        same = _same(once, values[2])
+        # They agree up to rounding in 16 bits; NaN always agrees.
+        same = ops.logical_not((once - values[2]).abs().max() > 2e-2 * once.abs().max())
         weight = ops.where(same, Tensor(first_rows, ms.float32), Tensor(0.0, ms.float32))
         loss = cast(ops.depend(values[1], values[0]), ms.float32)
         window.add(found[1], weight, loss, ops.where(same, ends[0], PART))
         return loss, same, found[0] * (first_rows / samples)
 
     @cache
-    def backward(rows: int) -> Callable:
+    def backward_of(rows: int) -> Callable:
         def product(cotangents: Tensor, *piece: Any) -> Tensor:
             # Not scaled again: the loss that the cotangents come from was.
             total = (cotangents * _represented(encode_fn, rows, piece)[1]).sum(-1).sum() * (samples / rows)
@@ -173,18 +153,18 @@ def in_cached_pieces(  # noqa: C901 - one algorithm, in the order in which it ru
         loss = cast(coupled(cached, select_rows(places[first_rows], cut, batch))[0], ms.float32)
         return stack((loss * samples, Tensor(samples, ms.float32)))
 
-    begin, looked, firsts = compiled(first), compiled(look), [Tensor(start, ms.int32) for start, _ in starts]
+    begin, looked, calls = compiled(first), compiled(look), [(Tensor(start, ms.int32), rows) for start, rows in starts]
 
     def represent(batch: tuple) -> list[Tensor]:
-        return [encoder(rows)(start, *batch) for start, (_, rows) in zip(firsts, starts)]
+        return [encoder_of(rows)(start, *batch) for start, rows in calls]
 
     def train(*batch: Any) -> Tensor:
         cached = represent(batch)
         loss, same, cotangents = begin(cached[0], ops.concat(cached), *batch)
         if not same:
             raise ValueError(_DIFFER)
-        for start, (_, rows), end in [*zip(firsts, starts, ends)][1:]:
-            loss = backward(rows)(start, end, loss, cotangents, *batch)
+        for (start, rows), end in [*zip(calls, ends)][1:]:
+            loss = backward_of(rows)(start, end, loss, cotangents, *batch)
         return loss
 
     return train, lambda *batch: looked(ops.concat(represent(batch)), *batch)
@@ -203,7 +183,7 @@ def _represented(encode_fn: Callable, rows: int, piece: tuple) -> tuple[tuple[Te
 
 
 def _apart(whole: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Undo `_side_by_side`: return Tensors with the dtypes of `like`, and its shapes except for the number of rows."""
+    """Return Tensors with the dtypes of `like`, and its shapes except for the number of rows."""
     parts, start = (), 0  # type: tuple[Tensor, ...], int
     for one in like:
         columns = one.size // one.shape[0]
@@ -211,11 +191,6 @@ def _apart(whole: Tensor, like: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         parts = (*parts, cast(part, one.dtype))
         start += columns
     return parts
-
-
-def _same(once: Tensor, again: Tensor) -> Tensor:
-    """Return whether two Tensors agree up to rounding in 16 bits: bool Tensor of shape `()`. NaN always agrees."""
-    return ops.logical_not((once - again).abs().max() > 2e-2 * once.abs().max())
 
 
 @constexpr

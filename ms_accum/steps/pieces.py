@@ -33,14 +33,12 @@ def whole(train: Callable, compiled: Compile, samples: int, has_aux: bool, batch
 
 def in_pieces(train: Callable, compiled: Compile, samples: int, cut: Cut, pieces: int, has_aux: bool, batch_axis: int,
               is_summed: bool = False) -> Callable:
-    """Return `(*batch) -> loss`, `(loss, aux)`, or the sums of weight * loss and weights: a graph for all of a size.
-
-    Sums are passed from piece to piece. Keeping the losses of each piece would fragment MindSpore's memory pool, and
-    the peak would grow with the number of pieces (48 pieces: 286 MB instead of 84).
-    """
+    """Return `(*batch) -> loss`, `(loss, aux)`, or the sums of weight * loss and weights: a graph for all of a size."""
     starts = starts_of(samples, pieces)
     sizes = {rows: _piece(train, compiled, rows, cut, has_aux, batch_axis) for _, rows in starts}
     calls = [(sizes[rows], Tensor(start, ms.int32), end) for (start, rows), end in zip(starts, ends_of(len(starts)))]
+    # Sums are passed from piece to piece: the losses of all pieces would fragment MindSpore's memory pool, and the peak
+    # would grow with the number of pieces (48 pieces: 286 MB instead of 84).
     zero = Tensor(np.zeros(2), ms.float32)
 
     def step(*batch: Any) -> Any:
@@ -56,11 +54,8 @@ def in_pieces(train: Callable, compiled: Compile, samples: int, cut: Cut, pieces
 
 
 def ends_of(pieces: int) -> list[Tensor]:
-    """Return what each piece of a microbatch adds to the counts in the end: what ends a microbatch is data.
-
-    Each takes back its own mark. The first one leaves one more, which the last one takes back.
-    """
-    last = pieces - 1
+    """Return what each piece of a microbatch adds to the counts in the end: what ends a microbatch is data."""
+    last = pieces - 1  # each takes back its own mark; the first one leaves one more, which the last one takes back
     return [change(MARK=(i == 0) - (i == last) - 1, HELD=i == last, ADDED=i == last) for i in range(pieces)]
 
 
@@ -97,10 +92,7 @@ def looked_at(look: Callable, compiled: Compile, samples: int, cut: Cut, pieces:
 
 
 def joined(found: list, total: Tensor, batch_axis: int) -> Any:
-    """Join the aux of pieces: concatenate values per sample, and return the means of scalars, by weight.
-
-    `found`: `(weight, aux)` of each piece. `total`: the sum of the weights.
-    """
+    """Return the aux of pieces, `found` as `(weight, aux)`: values per sample joined, of scalars the mean by weight."""
     weights, aux = [weight for weight, _ in found], [aux for _, aux in found]
     if not isinstance(aux[0], tuple):
         return _joined(weights, aux, total, batch_axis)

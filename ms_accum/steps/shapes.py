@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Optional
 from warnings import warn
 
 from mindspore import Tensor, nn
@@ -34,31 +34,28 @@ class Inputs:
     columns: tuple
 
     def __call__(self, arguments: tuple) -> tuple:
-        """Return what a graph is compiled for, given its arguments, of which the last are a batch; see `required`."""
-        first = len(arguments) - len(self.declared)
-        batch = [value if declared is None else required(value, declared, column)
-                 for value, declared, column in zip(arguments[first:], self.declared, self.columns)]
+        """Return what a graph is compiled for, given its arguments, of which the last are a batch that has to fit."""
+        first, batch = len(arguments) - len(self.declared), []
+        for value, declared, column in zip(arguments[first:], self.declared, self.columns):
+            batch.append(value if declared is None else declared)
+            if declared is None:
+                continue
+            shape, is_typed = declared.shape, isinstance(value, Tensor) and value.dtype == declared.dtype
+            if not is_typed or len(shape) != value.ndim or any(n not in (-1, m) for n, m in zip(shape, value.shape)):
+                got = type(value).__name__
+                if isinstance(value, Tensor):
+                    got = f"{str(value.dtype).lower()} {tuple(value.shape)}"
+                raise (ValueError if is_typed else TypeError)(
+                    f"column {column} of the batch is {got}, expected the declared {str(declared.dtype).lower()} of "
+                    f"shape ({', '.join('None' if n < 0 else str(n) for n in shape)}); declare the dtype and lengths "
+                    "that batches have, None for each length that changes, or leave the column out")
         return (*arguments[:first], *batch)
 
 
-def required(value: Any, declared: Tensor, column: object) -> Tensor:
-    """Return what is declared of a column. Raise TypeError or ValueError for a value that contradicts it."""
-    shape, dtype = declared.shape, str(declared.dtype).lower()
-    got = f"{str(value.dtype).lower()} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-    said = (f"column {column} of the batch is {got}, expected the declared {dtype} of shape "
-            f"({', '.join('None' if n < 0 else str(n) for n in shape)}); declare the dtype and lengths that batches "
-            "have, None for each length that changes, or leave the column out")
-    if not isinstance(value, Tensor) or value.dtype != declared.dtype:
-        raise TypeError(said)
-    if len(shape) != value.ndim or any(n not in (-1, given) for n, given in zip(shape, value.shape)):
-        raise ValueError(said)
-    return declared
-
-
 class Shapes:
-    """Take the dynamic shapes that a script declares, and count the shapes for which graphs are compiled.
+    """Take the shapes that `function` declares as dynamic, and count those for which graphs are compiled.
 
-    `function` is what takes the batch, and may declare its shapes; `takes_any`: no graph has to know how many samples.
+    `takes_any`: no graph has to know how many samples there are.
     """
 
     def __init__(self, function: Callable, name: str, takes_any: bool = False) -> None:
@@ -89,15 +86,13 @@ class Shapes:
         return samples, cut, names
 
     def inputs_of(self, samples: int, cut: Cut, names: tuple[str, ...]) -> Optional[Inputs]:
-        """Return what is declared of batches of this layout, for its graphs; None if nothing is.
-
-        The number of samples is known in them, unless they take any.
-        """
+        """Return what is declared of batches of this layout, for its graphs; None if nothing is."""
         inputs = self.declared(len(cut), names)
         if inputs.declared.count(None) == len(cut):
             return None
         if self.takes_any:
             return inputs
+        # The number of samples is known in them.
         return Inputs(tuple([
             with_length(given, axis, samples) if given is not None and axis is not None and given.shape[axis] < 0
             else given for given, axis in zip(inputs.declared, cut)]), inputs.columns)
@@ -108,12 +103,11 @@ class Shapes:
         self._compiled.add((names, *[getattr(value, "shape", None) for value, given in zip(batch, declared)
                                      if given is None]))
         self._seconds += seconds
-        if len(self._compiled) == _MANY:
-            warn(_HINT.format(_MANY, self._seconds, self._remedy()), UserWarning, stacklevel=2)
-
-    def _remedy(self) -> str:
+        if len(self._compiled) != _MANY:
+            return
         others = [str(column) for inputs in self._inputs.values() if any(given is not None for given in inputs.declared)
                   for column, given in zip(inputs.columns, inputs.declared) if given is None]
         way = (f"by set_inputs of {type(self.function).__name__}" if isinstance(self.function, nn.Cell) else
                f"with mindspore.enable_dynamic on {self.name}")
-        return f"of {', '.join(dict.fromkeys(others))}, too, " * bool(others) + way
+        remedy = f"of {', '.join(dict.fromkeys(others))}, too, " * bool(others) + way
+        warn(_HINT.format(_MANY, self._seconds, remedy), UserWarning, stacklevel=2)

@@ -33,15 +33,10 @@ _LAYERS = ("Dropout", "BatchNorm", "SyncBatchNorm")  # names of classes, in `min
 
 
 class TrainMode:
-    """Watch the mode of all layers of a step's networks.
+    """Watch the mode of all layers of a step's networks: those given, or those that its functions name.
 
     Raise ValueError if a network holds another Parameter with the name of a trained one, or if the networks have
     trainable parameters, but none that is trained: all gradients would be 0.
-
-    Args:
-        functions: What the graphs call; the first one is that of the user.
-        parameters: Those that are trained.
-        networks: The networks, if they are given; else those that the functions name.
     """
 
     def __init__(self, functions: Sequence[Callable], parameters: Sequence[Parameter],
@@ -77,10 +72,7 @@ class TrainMode:
                 return
 
     def warn_if_evaluating(self, mode: tuple[bool, ...]) -> None:
-        """Warn, once for each mode, if a trained network is in evaluation mode (a single layer does not count).
-
-        `mode`: the `training` of each of `layers`.
-        """
+        """Warn, once for each mode (see `flags`), if a trained network is in evaluation mode; not for single layers."""
         if mode in self._seen:
             return
         self._seen.add(mode)
@@ -93,22 +85,19 @@ class TrainMode:
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Set all layers to evaluation mode in the block. After it, each is in its own mode again.
-
-        Raise ValueError if a network was not found.
-        """
+        """Set all layers to evaluation mode in the block. Raise ValueError if a network was not found."""
         if self._unseen is not None:
             raise ValueError(_UNSEEN.format(self._unseen, self._name))
         # `set_train`, and not flags alone: a `construct` under ms.jit has a graph for what it last set. Op by op, a
         # layer may have been replaced since the first call.
-        networks = [(network, network.training) for network in self._networks]
+        modes = [network.training for network in self._networks]
         layers = [(layer, layer.training) for layer in self._all_layers()]
         try:
-            for network, _ in networks:
+            for network in self._networks:
                 network.set_train(False)
             yield
         finally:
-            for network, mode in networks:
+            for network, mode in zip(self._networks, modes):
                 network.set_train(mode)
             for layer, mode in layers:  # each one alone: `set_train` sets the layers in it, too
                 layer.add_flags(training=mode)
@@ -156,11 +145,9 @@ def require_same_parameters(networks: Iterable[nn.Cell], parameters: Iterable[Pa
 
 
 def evaluating(network: nn.Cell, trained: Container[int] = ()) -> Optional[tuple[str, nn.Cell]]:
-    """Return the first layer of Dropout or BatchNorm, with its name, if the network and all such layers evaluate.
-
-    The network may be inside a Cell with the loss, which stays in training mode if a script sets the network alone:
-    then all layers that hold `trained` parameters, given by `id`, evaluate.
-    """
+    """Return the first layer of Dropout or BatchNorm, with its name, if the network and all such layers evaluate."""
+    # A Cell with the loss stays in training mode if a script sets the network in it: then all layers that hold
+    # `trained` parameters, given by `id`, evaluate.
     layers = [(name, cell) for name, cell in network.cells_and_names() if _depends_on_mode(cell)]
     holders = [cell for _, cell in network.cells_and_names()
                if any(id(p) in trained for _, p in cell.parameters_and_names(expand=False))]

@@ -18,15 +18,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import nn
 
-from ..arguments import (
-    Uncopied,
-    boolean,
-    instance_of,
-    one_of,
-    require_callable,
-    require_options,
-    whole_number,
-)
+from ..arguments import Uncopied, boolean, instance_of, one_of, require_callable, require_options, whole_number
 from ..core.accumulator import REDUCTIONS, Options, boundary_of
 from ..core.boundary import Boundary, Status
 from ..core.stream import Stream
@@ -36,7 +28,6 @@ from .batch import (
     as_arguments,
     as_tensors,
     checked_axis,
-    checked_pieces,
     layout,
     named_values,
     ordered,
@@ -55,32 +46,28 @@ if TYPE_CHECKING:
     from ..core.length import AccumulateStep
 
 _END = object()  # stands for a batch after the last one
+EMPTY: Any = object()  # stands for the graphs of a batch without samples
 
 
 class Layout(NamedTuple):
     """Hold what trains on batches of one layout."""
 
-    train: Optional[Callable]  # called with the batch; None for a batch without samples
+    train: Callable  # called with the batch
     pieces: int = 1  # that it adds
     closes: bool = False  # whether it updates with the batch as a window of one
 
 
 class TrainStep(Uncopied):
-    """Train on one microbatch per call, and update when the window is full. Built by `make_train_step`.
-
-    Attributes:
-        boundary: That of its window; `optimizer`: the optimizer.
-    """
+    """Train on one microbatch per call, and update when the window is full. Built by `make_train_step`."""
 
     # `make_layout(samples, cut, names, inputs)` returns a `Layout`; `make_look`, called in the same way, returns
-    # `(*batch) -> (weight * loss, weight)` for an evaluation.
-
-    # So that an option that is assigned later is an error: the graphs would not see it.
+    # `(*batch) -> (weight * loss, weight)` for an evaluation. Neither is called for a batch without samples.
+    # Slots, so that an option that is assigned later is an error: the graphs would not see it.
     __slots__ = ("__weakref__", "_axis", "_functions", "_look", "_make", "_mode", "_networks", "_orders", "_shapes",
                  "_used", "boundary", "optimizer")
 
     def __init__(self, boundary: Boundary, functions: Functions, networks: tuple[nn.Cell, ...], batch_axis: int,
-                 pieces: int, make_layout: Callable[..., Layout], make_look: Callable[..., Optional[Callable]]) -> None:
+                 pieces: int, make_layout: Callable[..., Layout], make_look: Callable[..., Callable]) -> None:
         self.boundary, self.optimizer = boundary, boundary.window.optimizer
         self._functions, self._networks, self._axis = functions, networks, batch_axis
         self._make, self._look = make_layout, make_look
@@ -100,7 +87,7 @@ class TrainStep(Uncopied):
         """Train on one microbatch and return its loss, or `(loss, aux)`.
 
         The arguments are those of `forward_fn`, by position or by name: Tensors or NumPy arrays. Raise RuntimeError if
-        an error or an interrupt left a part of a batch in the open window (`reset()` drops it), or stopped an update.
+        an error or an interrupt stopped a microbatch (`reset()` drops its window) or an update.
         """
         self.boundary.turn += 1
         return self._train(as_tensors(batch), named)
@@ -112,14 +99,12 @@ class TrainStep(Uncopied):
                 for loss in train_step.epoch(dataset, skip=train_step.trained):
                     ...
 
-        The incomplete last window is applied before the last loss is yielded, so that it also happens in
-        `zip(data, train_step.epoch(data))`. So one batch is read ahead: a generator sees the body of the loop one batch
-        late, and `break` on an iterator that is shared loses that batch. An error while reading is raised after the
-        loss of the previous batch was yielded.
+        The last window is applied before the last loss is yielded, so one batch is read ahead: a generator sees the
+        body of the loop one batch late, and `break` on an iterator that is shared loses that batch.
 
-        The loop owns the step: after a call of the step, another loop or a load, it raises an error at its next batch.
-        In its body, read, evaluate, log, save, set the rate, `flush()`, or `reset()` a bad window. `break` finishes no
-        epoch: `itertools.islice` limits one. With several ranks, the numbers of batches may differ.
+        The loop owns the step: after a call of the step, another loop or a load, it raises a RuntimeError at its next
+        batch. In its body, read, evaluate, log, save, set the rate, `flush()`, or `reset()` a bad window. `break`
+        finishes no epoch: `itertools.islice` limits one. With several ranks, the numbers of batches may differ.
 
         Args:
             batches: A batched `mindspore.dataset`, or any iterable of Tensors, tuples, lists or dicts: those of the
@@ -127,14 +112,6 @@ class TrainStep(Uncopied):
             skip: How many batches of the epoch to skip: `train_step.trained` goes on where it was stopped, 0 begins it
                 again. They are read, but not looked at. None: 0, and an error after `load_checkpoint` of a file that
                 stops inside an epoch.
-
-        Yields:
-            The loss, or `(loss, aux)`, of each microbatch: Tensors, so that the host need not wait for the device.
-
-        Raises:
-            ValueError: If there are fewer batches than are to be skipped, the data has no batch operation, a parameter
-                was frozen, or the list of learning rates is used up.
-            RuntimeError: See above; if a window is open that is not of this epoch; if a parameter was given new memory.
         """
         if skip is not None:
             skip = whole_number("skip", skip, "it is the number of batches to skip", minimum=0)
@@ -167,23 +144,18 @@ class TrainStep(Uncopied):
 
     def _end_epoch(self) -> None:
         closed = self.boundary.is_closed
-        closed = self.boundary.flush() or closed
-        self.boundary.is_closed = closed
+        self.boundary.is_closed = self.boundary.flush() or closed
         self.boundary.end_epoch()
 
     def flush(self) -> bool:
-        """Apply the incomplete window if one is open. Return whether there was one. `epoch` calls it at its end.
-
-        With several ranks, every rank calls it: each takes part in the windows of the others until no rank has data.
-        """
+        """Apply the incomplete window, on all ranks. Return whether one was open. `epoch` calls it at its end."""
         return self.boundary.flush()
 
     def reset(self) -> None:
         """Drop the open window, and a row of dropped windows.
 
-        After an error in a microbatch, the microbatches of the window are taken out of `trained`, so that
-        `epoch(batches, skip=train_step.trained)` trains them again. Otherwise, e.g. in the body of a loop that drops a
-        bad window, the place in the data moves on.
+        After an error in a microbatch, `epoch(batches, skip=train_step.trained)` trains its window again. Otherwise,
+        e.g. in the body of a loop that drops a bad window, the place in the data moves on.
         """
         self.boundary.reset()
 
@@ -198,15 +170,17 @@ class TrainStep(Uncopied):
 
         It is not called for a window that was dropped. What it raises is raised by the call that updated, and the
         microbatch and its update stand. It owns the step: a call of the step or a load in it raises an error, from the
-        call that updated, when all functions have returned.
-
-        Args:
-            function: Called with the train step; first a `WindowLog`, then the others in the order in which they were
-                given.
-            every: Call it only if the number of updates is a multiple of this.
+        call that updated, when all functions have returned. A `WindowLog` is called first, then the others in the order
+        in which they were given. `every`: call it only if the number of updates is a multiple of this.
         """
         instance_of("function", function, Callable, "a function of the train step")
-        require_callable_with_step(function)
+        with suppress(ValueError):  # of a builtin, whose signature is not known
+            signature = inspect.signature(function)
+            try:
+                signature.bind(None)
+            except TypeError:
+                raise TypeError(f"a function of on_update has the parameters {signature}, expected one: it is called "
+                                "with the train step") from None
         every = whole_number("every", every, "it is a number of updates")
         place = 0 if getattr(function, "is_log", False) else len(self.boundary.functions)
         self.boundary.functions.insert(place, (every, partial(function, self)))
@@ -220,11 +194,7 @@ class TrainStep(Uncopied):
 
     @property
     def updated(self) -> bool:
-        """Return whether the last call closed its window with an update, so that no window is open.
-
-        After the last loss of an epoch, this includes the update of the incomplete last window. Where windows may be
-        dropped, it waits for the device.
-        """
+        """Return whether the last call updated, or the end of its epoch. Where windows may be dropped, it waits."""
         boundary = self.boundary
         return boundary.is_closed and (not boundary.window.drops or boundary.status().skipped_in_row == 0)
 
@@ -237,11 +207,7 @@ class TrainStep(Uncopied):
 
     @property
     def trained(self) -> int:
-        """Return the number of batches of this epoch that were trained or skipped. It waits for the device.
-
-        0 after an epoch has ended. It is part of a checkpoint, and right after an error or an interrupt. Calls of the
-        step outside of `epoch` count, too.
-        """
+        """Return the number of batches of this epoch that were trained or skipped: 0 after it has ended. It waits."""
         return self.boundary.added - self.boundary.place.first
 
     @property
@@ -255,9 +221,8 @@ class TrainStep(Uncopied):
 
             train_step.learning_rate *= 0.1
 
-        If groups of parameters have rates of their own, it is a tuple in the order of the groups. (In MindSpore's `nn`
-        optimizers, groups without one share a rate.) Set a tuple, or one number for all; a schedule or a list of rates
-        cannot be set. After the last rate of a list it is NaN. It waits for the device.
+        If groups of parameters have rates of their own, it is a tuple in the order of the groups. Set a tuple, or one
+        number for all; a schedule or a list of rates cannot be set. After the last rate of a list it is NaN. It waits.
         """
         return self.boundary.rates.next()
 
@@ -281,15 +246,9 @@ class TrainStep(Uncopied):
                 print(train_step.evaluate(validation_data))
 
         It is the loss of the undivided data, also where batches differ in size or in tokens. The networks compute in
-        evaluation mode (no Dropout, fixed statistics of BatchNorm); then each layer is in its own mode again. Nothing
-        else changes, so it may be called at any time, also in `on_update`. A batch is cut as in training. With several
-        ranks, every rank calls it with its own part of the data, and gets the mean over all ranks.
-
-        Args:
-            batches: As in `epoch`.
-
-        Raises:
-            ValueError: If no network is known (give `network=`), if there is no batch, or all weights are 0.
+        evaluation mode; then each layer is in its own mode again. Nothing else changes, so it may be called at any
+        time, also in `on_update`. With several ranks, every rank calls it with its own part of the data, and gets the
+        mean over all ranks. Raise ValueError if no network is known (give `network=`), or there is nothing to average.
         """
         require_batched(batches)
         self.boundary.require_unchanged()
@@ -313,13 +272,14 @@ class TrainStep(Uncopied):
                 key = ("look", names, *_shapes_of(arguments), mode.flags)
                 look = self.boundary.graphs.get(key) or self._built(key, arguments, names, self._look)
                 sums[0] += 1
-                if look is not None:
-                    try:
-                        sums[1:] += look(*arguments).asnumpy()
-                    except Exception:
-                        known = self.boundary.graphs.items()  # those of training stay
-                        self.boundary.graphs = {key: graph for key, graph in known if key[0] != "look"}
-                        raise
+                if look is EMPTY:
+                    continue
+                try:
+                    sums[1:] += look(*arguments).asnumpy()
+                except Exception:
+                    known = self.boundary.graphs.items()  # those of training stay
+                    self.boundary.graphs = {key: graph for key, graph in known if key[0] != "look"}
+                    raise
         return sums
 
     # --- a microbatch -------------------------------------------------------------------------------------------------
@@ -330,7 +290,7 @@ class TrainStep(Uncopied):
         known: Any = self.boundary.graphs.get(key)
         began = perf_counter()
         found = known or self._built(key, batch, names, self._make)
-        if found.train is None:
+        if found is EMPTY:
             self.boundary.add_empty()
             loss = ms.Tensor(0.0, ms.float32)
             return (loss, None) if self._functions.has_aux else loss
@@ -354,8 +314,7 @@ class TrainStep(Uncopied):
         function = self._functions.forward_fn
         values = dict(zip(named, as_tensors(named.values())))
         values = values if self.boundary.eager else named_values(function, values)
-        names = tuple(values)
-        if names not in self._orders:  # one order for each set of names, so that it is compiled once
+        if (names := tuple(values)) not in self._orders:  # one order for each set of names, so that it is compiled once
             self._orders[names] = ordered(function, names)
         names = self._orders[names]
         return (*batch, *[values[name] for name in names]), names
@@ -376,7 +335,7 @@ class TrainStep(Uncopied):
                 inputs(batch)
         alike = (key[0], self._shapes.key_of(samples, cut, names), key[-1])
         if alike not in boundary.graphs:
-            boundary.graphs[alike] = make(samples, cut, names, inputs)
+            boundary.graphs[alike] = make(samples, cut, names, inputs) if samples else EMPTY
         boundary.graphs[key] = boundary.graphs[alike]
         return boundary.graphs[key]
 
@@ -393,30 +352,10 @@ def _next(batches: Iterator) -> Any:
         return error
 
 
-def require_callable_with_step(function: Callable) -> None:
-    """Raise TypeError unless a function takes one argument."""
-    with suppress(ValueError):  # of a builtin
-        signature = inspect.signature(function)
-        try:
-            signature.bind(None)
-        except TypeError:
-            raise TypeError(f"a function of on_update has the parameters {signature}, expected one: it is called with "
-                            "the train step") from None
-
-
 def make_train_step(
-    forward_fn: Callable,
-    optimizer: nn.Optimizer,
-    accumulate_step: AccumulateStep,
-    *,
-    pieces: int = 1,
-    batch_axis: int = 0,
-    weight_fn: Optional[Callable] = None,
-    has_weight: bool = False,
-    loss_reduction: str = "mean",
-    has_aux: bool = False,
-    eager: bool = False,
-    network: Union[nn.Cell, tuple[nn.Cell, ...], None] = None,
+    forward_fn: Callable, optimizer: nn.Optimizer, accumulate_step: AccumulateStep, *, pieces: int = 1,
+    batch_axis: int = 0, weight_fn: Optional[Callable] = None, has_weight: bool = False, loss_reduction: str = "mean",
+    has_aux: bool = False, eager: bool = False, network: Union[nn.Cell, tuple[nn.Cell, ...], None] = None,
     **options: Unpack[Options],
 ) -> TrainStep:
     """Build a train step that accumulates gradients and updates once per window.
@@ -430,8 +369,7 @@ def make_train_step(
 
     Args:
         forward_fn: `(*batch) -> loss`: the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape
-            `()`. A function, a Cell or a `functools.partial`. Named batches are matched to its parameters by name. It
-            is compiled: Python side effects have no effect, and to change an argument in place changes the caller's.
+            `()`. A function, a Cell or a `functools.partial`. Named batches are matched to its parameters by name.
         optimizer: A MindSpore optimizer.
         accumulate_step: Number of microbatches in a window: an int, `{update_step: n}` or `until_weight(budget)`;
             see `Accumulator`.
@@ -439,23 +377,18 @@ def make_train_step(
             n is the length of the batch axis of the first Tensor that has axes. Tensors whose batch axis has length n
             are cut, ceil(n / pieces) samples each; all other arguments are passed whole. An empty batch (n = 0) counts
             as a microbatch with weight 0, loss 0 and aux None.
-        batch_axis: The axis that counts the samples, e.g. 1 for `(time, batch, features)`. For Tensors with fewer axes,
-            axis 0.
+        batch_axis: The axis that counts the samples; for Tensors with fewer axes, axis 0.
         weight_fn: `(*piece) -> weight`, a number or a Tensor of shape `()`: the denominator of the mean in
-            `forward_fn`, e.g. the number of unmasked tokens, or `class_weights[label].sum()`. None: the number of
-            samples. Pieces of weight 0 are ignored, even if their loss is 0/0. A weight that is negative, NaN or
-            infinite makes the loss NaN.
+            `forward_fn`, e.g. the number of unmasked tokens. None: the number of samples. Pieces of weight 0 are
+            ignored, even if their loss is 0/0. A weight that is negative, NaN or infinite makes the loss NaN.
         has_weight: Whether `forward_fn` returns `(loss, weight)`, with `has_aux` `(loss, weight, aux)`, in place of a
-            `weight_fn`: for models that count their own tokens. The weight is not differentiated.
+            `weight_fn`: for models that count their own tokens.
         loss_reduction: "mean", or "sum" if `forward_fn` returns the *sum* over its samples (or unmasked tokens), in
-            float32, and the weight is their number. For weights that change, a sum takes less time and memory.
+            float32, and the weight is their number.
         has_aux: Whether `forward_fn` returns `(loss, aux)`. With `pieces > 1`, aux is a Tensor or a tuple of Tensors:
             those of shape `()` are averaged over the pieces by weight, those with one entry per sample are joined.
-            Return `parameter.copy()` of a Parameter: the Parameter itself may have its next value by then.
         eager: Whether to run op by op, without graphs, in PyNative mode: for networks that MindSpore cannot compile,
-            and to debug. `forward_fn` may be any Python, and a batch may hold other objects, such as strings. Each
-            gradient is added to its buffer during the backward pass, and then forgotten, unless a stage looks at
-            gradients, ranks sum each microbatch, or the window is a single microbatch.
+            and to debug. `forward_fn` may be any Python, and a batch may hold other objects, such as strings.
         network: The networks that are trained, a Cell or a tuple of Cells. Needed for `set_train` and `evaluate` if
             `forward_fn` is no Cell and does not name them itself (closure, global, default, attribute of `self`).
         **options: Options of `Accumulator`: `clip_norm`, `buffer_dtype`, `on_nonfinite`, `max_skips`, `reducer`,
@@ -465,21 +398,16 @@ def make_train_step(
         A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is a float32 Tensor of shape `()`: the
         weighted mean over the pieces, never divided by `accumulate_step`.
 
-    Raises:
-        TypeError, ValueError: If an argument is of the wrong kind or out of range, or a parameter is frozen.
-
-    Source: `jax.lax.scan` over microbatches cuts a batch inside the step; `loss_reduction="sum"` is Megatron's
-    `calculate_per_token_loss`; `eager` is Keras' `run_eagerly`.
+    Source: `loss_reduction="sum"` is Megatron's `calculate_per_token_loss`; `eager` is Keras' `run_eagerly`.
 
     Example:
         >>> import numpy as np
         >>> from mindspore import nn
         >>> from ms_accum import make_train_step
         >>> network = nn.Dense(2, 1, weight_init="ones", bias_init="zeros")
-        >>> optimizer = nn.SGD(network.trainable_params(), learning_rate=0.5)
         >>> def forward_fn(x):
         ...     return network(x).mean()
-        >>> train_step = make_train_step(forward_fn, optimizer, accumulate_step=2)
+        >>> train_step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), 0.5), accumulate_step=2)
         >>> batches = [np.full((4, 2), value, np.float32) for value in (1, 3, 2)]
         >>> for loss in train_step.epoch(batches):
         ...     print(float(loss), train_step.updated, network.weight.asnumpy())
@@ -492,7 +420,7 @@ def make_train_step(
     boolean("has_aux", has_aux, "say whether forward_fn returns (loss, aux)")
     one_of("loss_reduction", loss_reduction, REDUCTIONS)
     functions = Functions(forward_fn, weight_fn, has_weight, has_aux)
-    pieces, batch_axis, networks = checked_pieces(pieces), checked_axis(batch_axis), checked_networks(network)
+    pieces, batch_axis, networks = whole_number("pieces", pieces), checked_axis(batch_axis), checked_networks(network)
     boundary = boundary_of(optimizer, accumulate_step, {
         "the kind of step": "make_train_step", "pieces": pieces, "batch_axis": batch_axis,
         "weight_fn": weight_fn is not None, "has_weight": has_weight, "loss_reduction": loss_reduction,
@@ -501,8 +429,7 @@ def make_train_step(
 
 
 def require_functions(eager: object, has_weight: object, weight_fn: object, **function: object) -> None:
-    """Raise TypeError or ValueError if functions cannot be called, or, unless `eager`, compiled; or both give weights.
-    """
+    """Raise TypeError or ValueError for functions that cannot be called or compiled, or that both give weights."""
     name, used = next(iter(function.items()))
     boolean("eager", eager, "say whether to run op by op, without graphs")
     boolean("has_weight", has_weight, f"say whether {name} returns (loss, weight)")
@@ -517,31 +444,28 @@ def require_functions(eager: object, has_weight: object, weight_fn: object, **fu
 def step_of(boundary: Boundary, functions: Functions, networks: tuple[nn.Cell, ...], batch_axis: int, pieces: int
             ) -> TrainStep:
     """Return a train step of these functions."""
-    window, compiled = boundary.window, boundary.compiled
+    window = boundary.window
     looks = bool(window.called.weighing or window.called.measuring) or window.exchange.sums_each
     stream = Stream(window) if boundary.eager and len(window.buffers) > 0 and not looks else None
+
+    def compiled_for(inputs: Optional[Inputs]) -> Callable:
+        return partial(boundary.compiled, inputs=inputs)
 
     def placed(cut: Cut, names: tuple[str, ...]) -> Functions:
         return functions._replace(forward_fn=positional(functions.name, functions.forward_fn, len(cut), names),
                                   weight_fn=positional("weight_fn", functions.weight_fn, len(cut), names))
 
     def make_layout(samples: int, cut: Cut, names: tuple[str, ...], inputs: Optional[Inputs]) -> Layout:
-        if samples == 0:
-            return Layout(None)
-        if window.unit is None:  # the first piece's number of samples
-            window.unit = float(-(-samples // pieces))
+        window.unit = window.unit or float(-(-samples // pieces))  # the first piece's number of samples
         closes = len(window.buffers) == 0
-        train = training_of(window, placed(cut, names), stream, closes)
+        train, compiled = training_of(window, placed(cut, names), stream, closes), compiled_for(inputs)
         if pieces == 1:
-            return Layout(whole(train, partial(compiled, inputs=inputs), samples, functions.has_aux, batch_axis,
-                                inputs is not None), 1, closes)
-        return Layout(in_pieces(train, partial(compiled, inputs=inputs), samples, cut, pieces, functions.has_aux,
-                                batch_axis), len(starts_of(samples, pieces)))
+            return Layout(whole(train, compiled, samples, functions.has_aux, batch_axis, inputs is not None), 1, closes)
+        return Layout(in_pieces(train, compiled, samples, cut, pieces, functions.has_aux, batch_axis),
+                      len(starts_of(samples, pieces)))
 
-    def make_look(samples: int, cut: Cut, names: tuple[str, ...], inputs: Optional[Inputs]) -> Optional[Callable]:
-        if samples == 0:
-            return None
-        return looked_at(looking_of(window, placed(cut, names)), partial(compiled, inputs=inputs), samples, cut, pieces,
-                         batch_axis, inputs is not None)
+    def make_look(samples: int, cut: Cut, names: tuple[str, ...], inputs: Optional[Inputs]) -> Callable:
+        look = looking_of(window, placed(cut, names))
+        return looked_at(look, compiled_for(inputs), samples, cut, pieces, batch_axis, inputs is not None)
 
     return TrainStep(boundary, functions, networks, batch_axis, pieces, make_layout, make_look)

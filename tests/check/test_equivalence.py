@@ -22,6 +22,7 @@ VERDICTS = {True: "Accumulation is exact for", False: "Accumulation is NOT exact
 COPY = ("the network computes in 16 bits; the verdict is that of a float32 copy of it",)
 IMAGES = normal(8, 3, 6, 6), labels(8)
 ROWS = normal(24, 6), labels(24)
+LOUD = Tensor(np.where(np.arange(24) == 23, 9.0, 1.0)[:, None] * ROWS[0].asnumpy(), ms.float32), ROWS[1]
 NAN = Tensor(np.where(np.arange(24) == 3, np.nan, 1.0)[:, None] * ROWS[0].asnumpy(), ms.float32), ROWS[1]
 
 
@@ -229,7 +230,7 @@ def matrix_loss(network):
 
 # Two equal columns in the first six rows.
 KINKS = Tensor(np.where(np.arange(24)[:, None] < 6, normal(24, 1).asnumpy(), normal(24, 2, seed=1).asnumpy()))
-MOVING = layers.SpectralNorm, layers.ScaleBefore, layers.Counter, layers.PythonCounter
+MOVING = layers.SpectralNorm, layers.ScaleBefore, layers.RunningMaximum, layers.Counter, layers.PythonCounter
 CASTING = partial(nn.SequentialCell, nn.Dense(6, 16), layers.Half(nn.Dense(16, 3)))
 WITHOUT_TOKENS = Tensor(np.where(np.arange(24) < 7, -100, ROWS[1].asnumpy()), ms.int32)
 CONTRASTIVE = [("contrastive", "function", "no weighted mean")]
@@ -286,6 +287,8 @@ CASES = {
     "state at rest, or without effect": Case(
         lambda: around(layers.Beside([*(layer(frozen=True) for layer in MOVING), layers.Unused()])), mean_loss, True,
         []),
+    "state that the last piece moves as far as it goes": Case(
+        lambda: around(layers.RunningMaximum()), mean_loss, False, [("1", "RunningMaximum", STATE)], (), LOUD),
     "a sum behind state": Case(lambda: around(layers.SpectralNorm()), sum_loss, False, [
         ("1", "SpectralNorm", STATE), ("total", "function", WRONG)]),
     # What rounding explains, and what it must not swallow; 16 bits that no copy turns into 32.

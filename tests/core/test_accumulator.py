@@ -11,7 +11,7 @@ from support.modes import compiled, recorded_warnings
 
 from ms_accum import Accumulator, make_train_step, until_weight
 from ms_accum.core import kernels
-from ms_accum.core.precision import LONGEST_SUM, warn_of_lost_gradients
+from ms_accum.core.accumulator import LONGEST_SUM, warn_of_lost_gradients
 
 pytestmark = pytest.mark.core
 
@@ -219,7 +219,7 @@ def test_kernels_in_place_run_only_where_they_are_asked_for(monkeypatch, switch,
     monkeypatch.delenv(kernels.SWITCH, raising=False)
     if switch is not None:
         monkeypatch.setenv(kernels.SWITCH, switch)
-    assert type(kernels.kernels_for((dtype,))).__name__ == chosen
+    assert type(kernels.kernels_for([SimpleNamespace(dtype=dtype, size=1)])).__name__ == chosen
 
 
 def test_scaling_one_by_one_is_scaling(mode):

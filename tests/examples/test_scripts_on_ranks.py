@@ -20,10 +20,11 @@ def test_two_ranks_train_as_one_process(left_by, folder_of, launch, case, capsys
     one = run_here("mnist", *MNIST, "--accumulate-step", "4")["history"]
     zero = ("mnist_zero", "mnist-zero") if launch == "scripts" else (case, "mnist")
     for name, folder in ((case, "mnist"), zero):
-        for losses, accuracies in left_by(name, launch):
-            assert len(losses) == len(one["loss"]) == 14
-            np.testing.assert_allclose(losses, one["loss"], rtol=1e-3)  # float32, and ReLU
-            np.testing.assert_allclose(accuracies, one["accuracy"], atol=0.2)
+        (losses, accuracies), (others, same) = left_by(name, launch)
+        assert len(losses) == len(one["loss"]) == 14
+        np.testing.assert_allclose(losses, one["loss"], rtol=1e-3)  # float32, and ReLU
+        np.testing.assert_allclose((accuracies, same), (one["accuracy"],) * 2, atol=0.2)
+        assert others == []  # rank 0 has the log
         saved, alone = trained(folder_of(launch) / folder / SAVED), trained(SAVED)
         assert saved.keys() == alone.keys()
         assert len(saved) == 2 * 6

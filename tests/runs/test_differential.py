@@ -35,11 +35,6 @@ SHARDS, EXAMPLES = 10, 50
 UPDATES = 4
 
 
-def drawn(number, **fixed):
-    """The Case of a number."""
-    return compose(random.Random(number).choice, **fixed)
-
-
 def stratified():
     """Cases in which each compiled driver occurs once, each other one three times, each amp level at least twice.
 
@@ -66,12 +61,13 @@ def stratified():
             fixed.update(event=event, load_into=("fresh", "used")[i // 5 % 2])
             if event != "save":
                 fixed["loss"] = ("masked", "mean")[i % 2]
-        dropped = {"scaler": ("dynamic", 6, 2), "on_nonfinite": "skip_window", "nonfinite_at": 3 if i == 2 else 2}
-        fixed.update({2: dropped, 5: {**dropped, "aux": True},
+        drops = {"scaler": ("dynamic", 6, 2), "on_nonfinite": "skip_window", "nonfinite_at": 2, "backward_clip": False}
+        fixed.update({2: drops, 5: {**drops, "aux": True},
                       second + 1: {"aux": True, "weight": "returned"}}.get(i, {}))
         # A model ends in an incomplete window.
         count = 7 if driver.startswith("model") else 6
-        yield drawn(i, driver=driver, level=level, large=False, count=count, pieces=1 + cut, **fixed)
+        yield compose(random.Random(i).choice, driver=driver, level=level, large=False, count=count, pieces=1 + cut,
+                      **fixed)
 
 
 # Of each driver that is not compiled, one run is fast.

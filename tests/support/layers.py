@@ -82,6 +82,17 @@ class ScaleBefore(Held):
         return x * (self.state * 1.0), 0.5 * (self.state + x.abs().mean())
 
 
+class RunningMaximum(Held):
+    """It divides by the largest input that it has seen, which stays as it is once all samples were seen."""
+
+    def __init__(self, frozen=False):
+        super().__init__(0.1, frozen)
+
+    def step(self, x):
+        largest = self.state * 1.0 if self.frozen else ops.maximum(self.state, ops.stop_gradient(x.abs().max()))
+        return x / largest, largest
+
+
 class Counter(Held):
     """It counts its calls, and divides by their number."""
 

@@ -136,7 +136,8 @@ def expected(draw, which):
             window = [batch for queue in queues for batch in _taken(queue, draw, updates)]
             bad = [np.isnan(batch[0]).any() for batch in window]
             if draw.drops == "skip_microbatch":
-                window, skipped = [b for b, is_bad in zip(window, bad) if not is_bad], skipped + sum(bad)
+                skipped += sum(min(draw.pieces, len(b[0])) for b, is_bad in zip(window, bad) if is_bad)  # pieces
+                window = [b for b, is_bad in zip(window, bad) if not is_bad]
             elif any(bad):
                 window, skipped = [], skipped + 1
             if not window:

@@ -62,7 +62,7 @@ class Accumulation:
         self.zeros = [np.zeros_like(p) for p in self.parameters]  # a gradient
         self.update_step = self.skipped = self.skipped_in_row = self.closed_windows = self.empty_windows = 0
         self.grad_norm, self.window_weight, self.weight_of_updates, self.measured = None, 0.0, 0.0, []
-        self.reset()
+        self.begin()
 
     @property
     def weight_sum(self):
@@ -70,15 +70,10 @@ class Accumulation:
         return float(sum(weight for weight, _ in self.window))
 
     @property
-    def missing(self):
-        """Microbatches that the window needs, at least."""
-        if not hasattr(self.accumulate_step, "budget"):
-            return max(window_length(self.accumulate_step, self.update_step) - self.mini_step, 0)
-        return int(self.weight_sum < self.accumulate_step.budget and self.mini_step < self.accumulate_step.at_most)
-
-    @property
     def full(self):
-        return self.missing == 0
+        if not hasattr(self.accumulate_step, "budget"):
+            return self.mini_step >= window_length(self.accumulate_step, self.update_step)
+        return self.weight_sum >= self.accumulate_step.budget or self.mini_step >= self.accumulate_step.at_most
 
     def counters(self):
         """What a `Status` counts, by name."""
@@ -91,11 +86,8 @@ class Accumulation:
         return all(np.isfinite(g).all() for g in piece)
 
     def __call__(self, piece, weight=1.0):
-        self.add(piece, weight)
-        return self.close_if(self.full)
-
-    def add(self, piece, weight=1.0):
         self.add_pieces([(piece, weight)])
+        return self.close_if(self.full)
 
     def add_pieces(self, pieces):
         """One microbatch of (piece, weight), which counts once, whatever is skipped of it. Return what was taken."""
@@ -115,8 +107,12 @@ class Accumulation:
     def flush(self):
         return self.close_if(True)
 
-    def reset(self):
+    def begin(self):
         self.window, self.mini_step, self.skips = [], 0, 0
+
+    def reset(self):
+        self.begin()
+        self.skipped_in_row = 0
 
     def gradient(self):
         """Of the window."""
@@ -136,7 +132,7 @@ class Accumulation:
         self.grad_norm = None
         if applied:
             self.update(gradient)
-        self.reset()
+        self.begin()
 
     def accepts(self, gradient):
         return self.on_nonfinite != "skip_window" or self.is_finite(gradient)

@@ -12,12 +12,12 @@ batch. After each epoch, the bits per byte of other documents are measured. It t
 import argparse
 import os
 import sys
-from math import ceil, inf
+from math import inf
 
 import mindspore as ms
 import numpy as np
 from data import load
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from mindspore.communication import get_group_size, get_rank, init
 from network import BitsPerByte, Network, count_bytes, count_one, generate
 from tqdm import tqdm
@@ -91,6 +91,8 @@ for label in list(weights)[:1 + args.compare]:
     train_step = ms_accum.make_train_step(
         forward_fn, optimizer, args.accumulate_step, weight_fn=weights[label], clip_norm=args.clip_norm,
         reducer=ms_accum.DataParallel(zero=args.zero))  # on one device, a reducer does nothing
+    windows = []  # a row of the log for each update of an epoch
+    train_step.on_update(ms_accum.WindowLog(windows.append))
     history = {"run": run, "loss": [], "validation": []}
     if args.resume:
         try:
@@ -107,18 +109,16 @@ for label in list(weights)[:1 + args.compare]:
         # Dealt out one by one, so that a window of all ranks holds the same rows as a longer window of one process.
         microbatches = text.epoch(args.batch_size, args.seed, epoch)
         mine = microbatches[rank::ranks]
-        losses = list(tqdm(train_step.epoch(map(text.batch, mine)), f"epoch {epoch}/{args.epochs}", len(mine), False,
-                           unit=" microbatches", disable=None))  # a bar on a terminal
-        # For each update, the sum of losses and the number of bytes. After the loop, because reading a loss waits.
-        sums = np.zeros((ceil(len(microbatches) / args.accumulate_step / ranks), 2), np.float32)
-        for i, (loss, rows) in enumerate(zip(losses, mine)):
-            sums[i // args.accumulate_step] += float(loss) * text.count(rows), text.count(rows)
-        if ranks > 1:
-            sums = ops.AllReduce()(Tensor(sums)).asnumpy()
-        history["loss"] += (sums[:, 0] / sums[:, 1]).tolist()
+        windows.clear()
+        for _ in tqdm(train_step.epoch(map(text.batch, mine)), f"epoch {epoch}/{args.epochs}", len(mine), False,
+                      unit=" microbatches", disable=None):  # a bar on a terminal
+            pass  # reading each loss would wait for the device; the log reads those of windows
+        history["loss"] += [window["loss"] for window in windows]
         history["validation"].append(validate(bits))
-        print(f"epoch {epoch}/{args.epochs}  loss {np.divide(*sums.sum(axis=0)):.4f}  "
-              f"validation {history['validation'][-1]:.4f} bits per byte", flush=True)
+        if rank == 0:  # which has the log
+            loss = np.average([window["loss"] for window in windows], weights=[window["weight"] for window in windows])
+            print(f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  "
+                  f"validation {history['validation'][-1]:.4f} bits per byte", flush=True)
         if args.save:
             ms_accum.save_checkpoint(args.save, network, train_step, extra=history)
     histories[label] = history

@@ -9,12 +9,12 @@
 import argparse
 import os
 import sys
-from math import ceil, inf
+from math import inf
 
 import mindspore as ms
 import numpy as np
 from data import load
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, nn
 from mindspore.communication import get_group_size, get_rank, init
 from tqdm import tqdm
 
@@ -97,6 +97,8 @@ def accuracy(network, test):
 network, forward_fn, optimizer = build()
 reducer = ms_accum.DataParallel(zero=args.zero)  # on one device, it does nothing
 train_step = ms_accum.make_train_step(forward_fn, optimizer, args.accumulate_step, reducer=reducer)
+windows = []  # a row of the log for each update of an epoch
+train_step.on_update(ms_accum.WindowLog(windows.append))
 run = {name: vars(args)[name] for name in ("data", "batch_size", "lr", "momentum", "seed")}
 history = {"run": run, "loss": [], "accuracy": []}
 try:
@@ -115,18 +117,15 @@ for epoch in range(len(history["accuracy"]) + 1, args.epochs + 1):
     # Dealt out one by one, so that a window of all ranks holds the same digits as a longer window of one process.
     microbatches = digits.epoch(args.batch_size, args.seed, epoch)
     mine = microbatches[rank::ranks]
-    losses = list(tqdm(train_step.epoch(map(digits.batch, mine)), f"epoch {epoch}/{args.epochs}", len(mine), False,
-                       unit=" microbatches", disable=None))  # a bar on a terminal
-    # For each update, the sum of losses and the number of digits. Not in the loop above, because reading a loss waits.
-    sums = np.zeros((ceil(len(microbatches) / args.accumulate_step / ranks), 2), np.float32)
-    for i, (loss, rows) in enumerate(zip(losses, mine)):
-        sums[i // args.accumulate_step] += float(loss) * len(rows), len(rows)
-    if ranks > 1:
-        sums = ops.AllReduce()(Tensor(sums)).asnumpy()
-    history["loss"] += (sums[:, 0] / sums[:, 1]).tolist()
+    windows.clear()
+    for _ in tqdm(train_step.epoch(map(digits.batch, mine)), f"epoch {epoch}/{args.epochs}", len(mine), False,
+                  unit=" microbatches", disable=None):  # a bar on a terminal
+        pass  # reading each loss would wait for the device; the log reads those of windows
+    history["loss"] += [window["loss"] for window in windows]
     history["accuracy"].append(accuracy(network, test))
-    print(f"epoch {epoch}/{args.epochs}  loss {np.divide(*sums.sum(axis=0)):.4f}  "
-          f"accuracy {history['accuracy'][-1]:.2f} %", flush=True)
+    if rank == 0:  # which has the log
+        loss = np.average([window["loss"] for window in windows], weights=[window["weight"] for window in windows])
+        print(f"epoch {epoch}/{args.epochs}  loss {loss:.4f}  accuracy {history['accuracy'][-1]:.2f} %", flush=True)
     if args.save:
         ms_accum.save_checkpoint(args.save, network, train_step, extra=history)
 

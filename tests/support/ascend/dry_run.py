@@ -59,7 +59,7 @@ def dry_run(cann, folder, cases, fusion, ranks, in_place):
     for line in told.read_text(encoding="utf-8").splitlines():
         if line.startswith("{"):
             case = json.loads(line)
-            graphs = [graph for graph in map(read_graph, map(Path, case["files"])) if not reads_facts(graph)]
+            graphs = [*map(read_graph, map(Path, case["files"]))]
             reports[case["case"]] = case.get("error") or Report(graphs, case["numbers"])
     missing = set(cases).difference(reports)
     assert not missing, f"{missing} ended without a report:\n{(folder / 'errors').read_text(encoding='utf-8')[-4000:]}"
@@ -101,13 +101,14 @@ def read_graph(file):
     return list(nodes.values())
 
 
-def reads_facts(graph):
-    """Whether a graph only reads where a window stands: how many microbatches it holds, and so on."""
-    return "Stack" in {node.name for node in graph} and not any("Assign" in node.name for node in graph)
-
-
 def behind(node):
-    """Return a node without the nodes before it that launch nothing."""
-    while isinstance(node, Node) and node.name in ("Load", "Depend"):
-        node = node.inputs[0]
+    """Return a node without the nodes before it that launch nothing; in an arm of a branch, what the branch was given.
+    """
+    while isinstance(node, Node):
+        if node.name in ("Load", "Depend"):
+            node = node.inputs[0]
+        elif node.name == "TupleGetItem" and node.inputs[0].name == "ConditionSwitch":
+            node = node.inputs[0].inputs[1 + int(node.inputs[1][4:-1])]  # I64(0)
+        else:
+            break
     return node

@@ -104,9 +104,6 @@ class Accumulating:
         batches = [self.turned(batch) for batch in batches]
         self.driver.epoch(batches, skip, None if end is None else end - skip, read)
 
-    def evaluate(self, batches):
-        return self.driver.step.evaluate([self.turned(batch) for batch in batches])
-
     def turned(self, arrays):
         """Samples along `batch_axis`, or back."""
         return [array.T if self.case.batch_axis else array for array in arrays]

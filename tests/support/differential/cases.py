@@ -11,13 +11,11 @@ from .optimizers import COMPILED_ONLY, LINEAR, NN, OPTIMIZERS, SCALE_FREE
 
 COMPILED = ("hand-jit", "step", "cell-graph", "model-graph")
 OP_BY_OP = ("hand-pynative", "step-pynative", "cell-pynative", "model-pynative")
-DECLARED = ("step", "cell-graph")  # take declared shapes
 DRIVERS = (*COMPILED, *OP_BY_OP)
 WITH_AXIS = ("step", "cell")  # take samples along another axis
 # MindSpore 2.10 on CPU fails by itself on these, or computes a gradient of 0.
 BROKEN = {("mha", "O1"), *(("lstm", level) for level in ("O2", "O3", "to_float", "half"))}
 WINDOWS = (1, 2, 3, ((0, 2), (1, 1), (2, 3)), ("until", 14.0, 4))
-POLICIES = ("apply", "skip_microbatch", "skip_window")
 HALF_OPTIMIZERS = ("nn.SGD", "nn.Momentum", "nn.Adam", "nn.ASGD", "optim.SGD", "optim.Adam", "optim.AdamW")
 
 
@@ -45,8 +43,8 @@ def near_plain(choose):
 class Case(namedtuple("Case", (
         "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates",
         "reduction", "accumulate_step", "clip_norm", "pieces", "weight", "scaler", "on_nonfinite", "noise_scale",
-        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "aux", "buffer_dtype",
-        "batch_axis", "loss_reduction", "declared", "evaluate_at", "rate_at", "loops"))):
+        "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "aux", "buffer_dtype", "batch_axis",
+        "loss_reduction", "declared", "evaluate_at", "rate_at", "loops"))):
     """One run. Everything random in it comes from `seed`.
 
     `declared`: whether the number of rows is declared as dynamic. `evaluate_at`, `rate_at`: after which microbatch the
@@ -68,17 +66,12 @@ class Case(namedtuple("Case", (
         return self.level in FLOAT32_LEVELS
 
     @property
-    def budget(self):
-        """The weight that closes a window, if one does."""
-        step = self.accumulate_step
-        return step[1] if isinstance(step, tuple) and step[0] == "until" else None
-
-    @property
     def schedule(self):
         """`accumulate_step` as the Accumulator takes it."""
-        if self.budget is not None:
-            return until_weight(self.budget, at_most=self.accumulate_step[2])
-        return dict(self.accumulate_step) if isinstance(self.accumulate_step, tuple) else self.accumulate_step
+        step = self.accumulate_step
+        if isinstance(step, tuple):
+            return until_weight(step[1], at_most=step[2]) if step[0] == "until" else dict(step)
+        return step
 
     def batches(self, failing_at=None):
         """The microbatches. The kernel of the loss raises an error for the one at `failing_at`."""
@@ -147,9 +140,9 @@ def compose(choose, **fixed):
     compiled, by_hand = driver in COMPILED, driver.startswith("hand")
     exact = level in FLOAT32_LEVELS
     optimizer = pick("optimizer", _optimizers(level, compiled))
-    scale_free = optimizer in SCALE_FREE
+    is_free = optimizer in SCALE_FREE
     # The gradient of a bias of keys is 0 but for its rounding.
-    front = pick("front", [f for f in FRONTS if (f, level) not in BROKEN and not (scale_free and f == "mha")])
+    front = pick("front", [f for f in FRONTS if (f, level) not in BROKEN and not (f == "mha" and is_free)])
     loss = pick("loss", [kind for kind in LOSSES if not (front == "tied" and kind == "mse")])
     pick("norm", NORMS)
     backward_clip = pick("backward_clip", (False, False, True) if loss in ("mean", "smoothed") else (False,))
@@ -167,7 +160,7 @@ def compose(choose, **fixed):
     returned = () if by_hand else ("returned",)  # by forward_fn
     own = ("tensor",) if loss == "masked" else ("samples", "number", "tensor")
     pick("weight", (*own, *returned))
-    on_nonfinite = pick("on_nonfinite", POLICIES)
+    on_nonfinite = pick("on_nonfinite", ("apply", "skip_microbatch", "skip_window"))
     pick("scaler", _scalers(exact, backward_clip or on_nonfinite == "skip_microbatch" or factor > 1))
     narrow = front == "dense" and loss == "mse" and not backward_clip
     least = 4 * pieces if backward_clip else 2
@@ -201,7 +194,8 @@ def compose(choose, **fixed):
     sizes = [other if reduction == "mean" and i % 3 == 1 else one for i in range(count)]
     pick("sizes", [tuple(0 if i == empty_at else size for i, size in enumerate(sizes))])
     pick("batch_axis", (0, 0, 1) if driver.startswith(WITH_AXIS) else (0,))
-    pick("declared", (False, True) if driver in DECLARED and sizes.count(sizes[0]) < len(sizes) else (False,))
+    declarable = driver in ("step", "cell-graph") and sizes.count(sizes[0]) < len(sizes)
+    pick("declared", (False, True) if declarable else (False,))
     steps = driver.startswith("step")  # which evaluate, and set a rate
     pick("loops", (False, True) if steps else (False,))
     pick("evaluate_at", (None, 0, 3) if steps else (None,))

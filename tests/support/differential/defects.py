@@ -16,12 +16,11 @@ from ms_accum.core import window as window_of_core
 from ms_accum.core.boundary import Boundary
 from ms_accum.core.optimizers import Rates
 from ms_accum.core.stages import SkipMicrobatch
-from ms_accum.core.window import ADDED, ALONE, HELD, IN_ROW, WEIGHT, Window
+from ms_accum.core.window import ADDED, ALONE, HELD, IN_ROW, Window
 from ms_accum.steps import train_step
 from ms_accum.steps.batch import starts_of
 from ms_accum.steps.forward import forward_of, training_of
-from ms_accum.steps.pieces import in_pieces
-from ms_accum.tensors import cast, square_sum, stack, unstack
+from ms_accum.tensors import cast, square_sum, unstack
 
 from .cases import compose
 
@@ -42,7 +41,7 @@ def everywhere(function, other):
 
 
 # What is replaced. Names of their own: a method that calls a function of its own name recurses without end in a graph.
-_close, _numbers, _of_last_update = Window.close, vars(Window)["_numbers"], Boundary.of_last_update
+_numbers, _of_last_update = vars(Window)["_numbers"], Boundary.of_last_update
 _weigh, _measure, _held = SkipMicrobatch.weigh, GradientNoiseScale.measure, vars(optimizers)["_held"]
 _looked_at, _set_rates, _init_rates = train_step.looked_at, Rates.set, Rates.__init__
 
@@ -89,13 +88,6 @@ def divided_by_microbatches(self, unit, weight):
     return unit / cast(unstack(self.counts)[HELD], ms.float32)
 
 
-def emptied_but_for_the_weight(self):
-    kept = unstack(self.sums)[WEIGHT]
-    counts = _close(self)
-    ops.assign_add(self.sums, ops.depend(stack((kept, *(self.nothing,) * (self.sums.shape[0] - 1))), counts))
-    return self.counts + 0
-
-
 def square_sum_of_the_sum(gradients, factor=1.0):
     return square_sum(gradients, 1.0)
 
@@ -133,16 +125,6 @@ def reset_where_it_is(self):
 
 
 # Pieces and sums.
-
-def losses_added_up(train, compiled, samples, cut, pieces, has_aux, batch_axis):
-    step = in_pieces(train, compiled, samples, cut, pieces, has_aux, batch_axis)
-
-    def added_up(*batch):
-        found = step(*batch)
-        return (found[0] * pieces, found[1]) if has_aux else found * pieces
-
-    return added_up
-
 
 def full_pieces(samples, pieces):
     spans = starts_of(samples, pieces)
@@ -202,11 +184,11 @@ DEFECTS = {
     # The backward pass overflowed in float16.
     "the number of samples multiplies the loss": (
         {"driver": [*_CUT, "cell-pynative"], "level": ["O1", "O2", "O3", "auto"], "loss": "mse", "large": True,
-         "scaler": None, "pieces": 1, "on_nonfinite": "apply"},
+         "scaler": None, "pieces": 1, "aux": False},
         (*_WEIGHT_IN_LOSS, *everywhere(training_of, training_on_a_sum))),
     # A layer's gradient was not linear in that of the layer above it.
     "the number of samples reaches a bprop": (
-        {"driver": [*_CUT, "cell-pynative"], "backward_clip": True},
+        {"driver": [*_CUT, "cell-pynative"], "backward_clip": True, "aux": False},
         (*_WEIGHT_IN_LOSS, *everywhere(training_of, training_on_a_sum))),
     "the spread is squared before the loss scale is divided out": (
         {"noise_scale": True, "accumulate_step": 2, "clip_norm": None,
@@ -228,9 +210,6 @@ DEFECTS = {
     "the window is divided by its microbatches": (
         {"event": "shapes", "accumulate_step": 3, "weight": ["samples", "number", "tensor"]},
         (Replaced(Window, "_normalised", divided_by_microbatches),)),
-    "the weight sum is not emptied": (
-        {"event": "shapes", "accumulate_step": 3, "weight": ["samples", "number", "tensor"]},
-        (Replaced(Window, "close", emptied_but_for_the_weight),)),
     "the loss of a window is the sum of its microbatches'": (
         {"driver": [*_CUT, "cell-pynative"], "event": "shapes", "accumulate_step": 3},
         (Replaced(Window, "_numbers", sum_of_means),)),
@@ -240,9 +219,6 @@ DEFECTS = {
     "a skipped microbatch counts": (
         {"nonfinite_at": 1, "accumulate_step": 2, "pieces": 1, "on_nonfinite": "skip_microbatch"},
         (Replaced(SkipMicrobatch, "weigh", taken_in_any_case),)),
-    "the loss of a batch is the sum of its pieces'": (
-        {"driver": _CUT, "pieces": [2, 3], "accumulate_step": 2, "shapes": (7, 7)},
-        everywhere(in_pieces, losses_added_up)),
     "the short last piece counts as a full one": (
         {"driver": _CUT, "pieces": [2, 3], "accumulate_step": 2, "shapes": (7, 7)},
         everywhere(starts_of, full_pieces)),

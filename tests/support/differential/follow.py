@@ -70,10 +70,11 @@ class Comparison:
 
     def window(self, facts, where):
         """What a window changes."""
-        self._parameters("", where, facts["parameters"], self.plain.parameters)
+        plain = self.plain
+        for p, path, *pair in zip(plain.loss.trainable_params(), plain.path, facts["parameters"], plain.parameters):
+            self.equal(f"{p.name} {where}", *pair, self._bound(p, path))
         got, expected = facts["state"], values(state_of(self.plain.optimizer))
-        assert len(got) == len(expected)
-        for i, (one, other) in enumerate(zip(got, expected)):
+        for i, (one, other) in enumerate(zip(got, expected, strict=True)):
             # A moment of a small gradient among large ones has their rounding errors.
             largest = np.abs(other).max(initial=0.0)
             self.equal(f"state {i} of the optimizer {where}", one, other, 10 * self.tolerance * largest)
@@ -87,10 +88,6 @@ class Comparison:
         moved = zip(self.plain.loss.trainable_params(), self.plain.path)
         bounds = [self._bound(p, path) / path for p, path in moved if path]
         assert min(bounds, default=1.0) < (1e-3 if self.case.exact else 0.3), f"too wide for the motion: {bounds}"
-
-    def _parameters(self, what, where, got, expected):
-        for one, other, p, path in zip(got, expected, self.plain.loss.trainable_params(), self.plain.path):
-            self.equal(f"{what}{p.name} {where}", one, other, self._bound(p, path))
 
     def _bound(self, parameter, path):
         # What is lost when an update is added to the parameter, in all updates so far and on both sides.
@@ -115,12 +112,13 @@ class _Follow:
         self.comparison = Comparison(case, self.plain)
 
     def run(self):
-        for end, event in ((self.case.error_at, self._error), (self.case.save_at, self._resume), (None, self._flush)):
-            if event == self._flush or end is not None:
-                self._train(end)
-                if self.over:
-                    return
-                event()
+        events = [(self.case.error_at, self._error), (self.case.save_at, self._resume)]
+        events = sorted(((at, act) for at, act in events if at is not None), key=lambda event: event[0])
+        for end, act in (*events, (None, self._flush)):
+            self._train(end)
+            if self.over:
+                return
+            act()
         if not self.over:
             self.comparison.require_motion()
             if self.saved and self.alike and self.case.optimizer not in LAST_BITS_VARY:
@@ -165,7 +163,8 @@ class _Follow:
         accumulating, step = self.accumulating, self.accumulating.driver.step
         if (expected := self.plain.evaluated()) is not None:
             before = accumulating.bits(), accumulating.open_window(), step.updated
-            self.comparison.loss(f"evaluation {where}", accumulating.evaluate(self.case.evaluation()), expected)
+            got = step.evaluate(map(accumulating.turned, self.case.evaluation()))
+            self.comparison.loss(f"evaluation {where}", got, expected)
             after = accumulating.bits(), accumulating.open_window(), step.updated
             assert after == before, f"the evaluation {where} changes something"
 
@@ -207,7 +206,7 @@ class _Follow:
         By hand, that window is lost.
         """
         case, accumulating, at = self.case, self.accumulating, self.position
-        before = accumulating.open_window()
+        before, held = accumulating.open_window(), self.plain.mini_step
         with accumulating.driver, pytest.raises((RuntimeError, ValueError)):
             accumulating.train(case.batches(failing_at=at), at, at + 1)
         recover()
@@ -219,12 +218,14 @@ class _Follow:
                     accumulating.train(case.batches(), at, at + 1)
                 driver.accumulator.reset()
                 self.alike = self.alike and not (case.by_hand and self.saved)
+                self.plain.reset()
                 self._go_on()
+                assert case.by_hand or self.position == at - held
         self._compare("after the error")
 
     def _go_on(self):
         """Where the open window began."""
-        self.plain.reset()
+        self.plain.begin()
         if not self.case.by_hand:
             self.position = self.accumulating.boundary.status().trained
 
@@ -244,7 +245,8 @@ class _Follow:
         self.accumulating = Accumulating(self.case, self.case.seed + 1)
         with self.accumulating.driver as driver:
             if self.case.load_into == "used":
-                self.accumulating.driver(*self.accumulating.turned(self.case.batch(1, spoil=False)))
+                driver(*self.accumulating.turned(self.case.batch(1, spoil=False)))
+                self.alike = driver.kind not in ("cell", "model")  # a cell keeps its own unit of weights
             assert self.accumulating.load(path) == self.position
         self._go_on()
         assert self.position == self.saved_at - held

@@ -33,8 +33,7 @@ class Plain(reference.Undivided):
         self.measures = case.noise_scale
         self._compile_optimizer()
         self.scale, self.finite_windows = 2.0 ** case.scaler[1] if case.scaler else 1.0, 0
-        self.dropped = self.diverged = False
-        self.window_loss = 0.0  # of the last window
+        self.dropped, self.diverged, self.window_loss = False, False, 0.0
         self.path = [0.0] * len(self.parameters)  # how far each parameter has moved
         self.rounding = 0.0
 
@@ -57,15 +56,13 @@ class Plain(reference.Undivided):
                         if weight and id(piece) in taken]
         if not len(batch[0]):
             return 0.0, ()
-        loss = losses[0]
-        if len(pieces) > 1:
-            loss = _mean([(weight, loss) for (_, weight), loss in zip(pieces, losses) if weight])
         counts = np.array([weight for _, weight in pieces], float)
+        loss = losses[0] if len(pieces) == 1 else _mean([pair for pair in zip(counts, losses) if pair[0]])
         counts = counts if self.case.pieces > 1 and counts.any() else np.ones(len(pieces))
         return loss, (batch[1], batch[3], np.average([piece[3].mean() for piece, _ in pieces], weights=counts))
 
-    def reset(self):
-        super().reset()
+    def begin(self):
+        super().begin()
         self.losses = []  # of the open window: (weight, loss)
 
     def value(self, batch):
