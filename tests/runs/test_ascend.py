@@ -76,7 +76,8 @@ CLIPPED = {
 PROCESSES = {
     "fast": Process({
         # The pass is for 16 bits.
-        "float32": Expected(between=[[]] * LAYERS, fused=[0, 0]), "clipped": FUSED, "verdict": BRANCHED,
+        "float32": Expected(between=[[]] * LAYERS, fused=[0, 0]), "clipped": FUSED, "clipped_float32": PLAIN,
+        "verdict": BRANCHED,
         "zero1": RANKS["zero1"]}, fusion=True, ranks=2, in_place=True),
     "two ranks": Process({
         # Negative control: if all gradients wait, or a copy of all buffers is made, the figures say so.
@@ -114,7 +115,7 @@ PROCESSES = {
         ranks=4),
     # What is held, and little more. In bfloat16 2 + 4, and 4 of the optimizer; in float32 4 + 4, and 4 or 8.
     "memory": Process({
-        "memory": held(add=6.6, update=14.1), "memory_backwards": Expected(branch=None, least={"add": 10}),
+        "memory": held(add=6.6, update=12.6), "memory_backwards": Expected(branch=None, least={"add": 10}),
         "memory_groups": held(add=6.6, update=14.1), "memory_clipped": held(update=14.5),
         **dict.fromkeys(("memory_token_means", "memory_token_means_in_pieces"), held(add=6.8, update=14.1)),
         **dict.fromkeys(("memory_token_sums", "memory_token_sums_in_pieces"), held(add=6.6, update=14.1)),
@@ -223,12 +224,12 @@ def parameter(node):
 
 
 def test_buffers_are_multiplied_and_emptied_in_place(compiled):
-    for name in ("float32", "clipped"):
+    for name in ("float32", "clipped_float32"):
         update = Counter(node.name for node in compiled("fast")[name].graphs[1])
         assert moved(compiled("fast")[name].graphs[1]) == {"counts"}
         assert update["InplaceMul"] == update["InplaceZero"] == 2 * LAYERS
         assert update["MulNoNan"] == 0
-    assert len(squares_of(compiled("fast")["clipped"].graphs[1])) == 2 * LAYERS  # each gradient is read once
+    assert len(squares_of(compiled("fast")["clipped_float32"].graphs[1])) == 2 * LAYERS  # each gradient is read once
 
 
 @pytest.mark.slow
@@ -239,7 +240,7 @@ def test_copies_of_the_buffers_are_seen(compiled):
 
 def test_the_update_reads_the_buffers_in_the_right_order(compiled):
     """The mark of a side effect orders nothing here: what reads a buffer first has to be an input of its factor."""
-    plain, graph = (compiled("fast")[name].graphs[1] for name in ("float32", "clipped"))
+    plain, graph = (compiled("fast")[name].graphs[1] for name in ("float32", "clipped_float32"))
     multiplied = [node for node in graph if node.name == "InplaceMul"]
     squares = {id(node) for node in squares_of(graph)}
     assert squares

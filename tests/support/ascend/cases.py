@@ -402,6 +402,7 @@ CASES = {
     "token_sums": partial(train, weight_fn=tokens, loss_reduction="sum"),
     "token_sums_in_pieces": partial(train, weight_fn=tokens, loss_reduction="sum", pieces=3),
     "cell_of_sums": partial(driven, "cell-graph", weight_fn=tokens, loss_reduction="sum"),
+    "clipped_float32": partial(train, ms.float32, momentum, clip_norm=1.0),
     "verdict": partial(train, ms.float32, momentum, on_nonfinite="skip_window", clip_norm=1.0),
     **{f"skip_{what}": partial(train, on_nonfinite=f"skip_{what}") for what in ("window", "microbatch")},
     "noise_scale": lambda: train(stages=(GradientNoiseScale(),)),
