@@ -80,7 +80,8 @@ def boundary_of(
                    for stage in checked], "max_skips": max_skips,
         "loss_scaler": loss_scaler and (type(loss_scaler).__name__, loss_scaler.scale_value.asnumpy().tolist()),
         **facts})
-    length.share(exchange.inside)
+    if length.budget is not None:  # it is that of one rank
+        length.budget *= exchange.inside
     window = Window(optimizer, length, exchange, checked, reduction, is_sum, clip_norm, 0.0,
                     dtypes if has_buffers else None)
     return Boundary(window, rates, max_skips, eager)

@@ -61,19 +61,18 @@ def _source_of_samples(dataset: Any) -> Any:
 
 
 def named_values(function: Callable, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the named arguments for graphs without those that are None. Raise TypeError if that changes the call."""
+    """Return the named arguments for graphs, without None, in the order of the parameters: each order is compiled.
+
+    Those for `**kwargs` come last, as given. Raise TypeError if the call would change without those that are None.
+    """
+    parameters = _parameters(function)
     for name, value in named.items():  # graph mode cannot pass None or str by name
-        default = getattr(_parameters(function).get(name), "default", None)
+        default = getattr(parameters.get(name), "default", None)
         if isinstance(value, str) or (value is None and default is not None):
             raise TypeError(f"{name} is {value!r}, expected a Tensor: a compiled step cannot get it by name; give the "
                             "parameter this default and leave it out, or bind it with functools.partial")
-    return {name: value for name, value in named.items() if value is not None}
-
-
-def ordered(function: Callable, names: Iterable[str]) -> tuple[str, ...]:
-    """Return names in the order of the function's parameters; those for its `**kwargs` come last, as given."""
-    order = list(_parameters(function))
-    return tuple(sorted(names, key=lambda name: order.index(name) if name in order else len(order)))
+    names = dict.fromkeys((*(name for name in parameters if name in named), *named))
+    return {name: named[name] for name in names if named[name] is not None}
 
 
 def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -102,8 +102,5 @@ def joined(found: list, total: Tensor, batch_axis: int) -> Any:
 def _joined(weights: list, values: list, total: Tensor, batch_axis: int) -> Tensor:
     if values[0].ndim:
         return ops.concat(tuple(values), axis_of(values[0].ndim, batch_axis))
-    summed: Optional[Tensor] = None
-    for value, weight in zip(values, weights):
-        product = multiply_no_nan(value.astype(ms.float32), weight)
-        summed = product if summed is None else summed + product
-    return divide_no_nan(summed, total)
+    return divide_no_nan(sum(multiply_no_nan(value.astype(ms.float32), weight)
+                             for value, weight in zip(values, weights)), total)
