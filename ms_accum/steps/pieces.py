@@ -60,12 +60,10 @@ def ends_of(pieces: int) -> list[Tensor]:
 
 
 def _piece(train: Callable, compiled: Compile, rows: int, cut: Cut, has_aux: bool, batch_axis: int) -> Callable:
-    """Return `(start, after, totals, *batch) -> (totals, mean loss)`, followed by the weight and the aux.
-
-    `start`: the first sample. `totals`: the sums of weight * loss, and of the weights: float32 `(2,)`.
-    """
+    """Return `(start, after, totals, *batch) -> (totals, mean loss)`, followed by the weight and the aux."""
     places = places_of(rows)
 
+    # `start`: the first sample. `totals`: the sums of weight * loss, and of the weights: float32 `(2,)`.
     def piece(start: Tensor, after: Tensor, totals: Tensor, *batch: Any) -> tuple:
         # The samples are gathered here, from the whole batch: a graph's argument is not copied.
         trained = train(rows, select_rows(start + places, cut, batch), after)
@@ -93,14 +91,10 @@ def looked_at(look: Callable, compiled: Compile, samples: int, cut: Cut, pieces:
 
 def joined(found: list, total: Tensor, batch_axis: int) -> Any:
     """Return the aux of pieces, `found` as `(weight, aux)`: values per sample joined, of scalars the mean by weight."""
-    weights, aux = [weight for weight, _ in found], [aux for _, aux in found]
-    if not isinstance(aux[0], tuple):
-        return _joined(weights, aux, total, batch_axis)
-    return tuple(_joined(weights, list(values), total, batch_axis) for values in zip(*aux))
+    def join(values: tuple) -> Tensor:
+        if values[0].ndim:
+            return ops.concat(values, axis_of(values[0].ndim, batch_axis))
+        return divide_no_nan(sum(multiply_no_nan(v.astype(ms.float32), w) for v, w in zip(values, weights)), total)
 
-
-def _joined(weights: list, values: list, total: Tensor, batch_axis: int) -> Tensor:
-    if values[0].ndim:
-        return ops.concat(tuple(values), axis_of(values[0].ndim, batch_axis))
-    return divide_no_nan(sum(multiply_no_nan(value.astype(ms.float32), weight)
-                             for value, weight in zip(values, weights)), total)
+    weights, aux = zip(*found)
+    return tuple(map(join, zip(*aux))) if isinstance(aux[0], tuple) else join(aux)
