@@ -284,20 +284,19 @@ def require_readable(fact: Any, name: str, expected: str) -> None:
 @constexpr
 def raise_wrong_result(returned: Any, is_none: bool, name: str, expected: str) -> None:
     """Raise TypeError for a result that is not a Tensor or not a tuple: a number that a graph computes is None here."""
-    remedy = ""
-    got = "None" if is_none else "a number" if returned is None else f"a value of type {type(returned).__name__}"
-    if isinstance(returned, tuple):
+    got, remedy = "a number" if returned is None else f"a value of type {type(returned).__name__}", ""
+    if is_none:
+        got, remedy = "None", "; is its `return` missing?"
+    elif isinstance(returned, tuple):
         got, remedy = f"{len(returned)} values", _WITH_LOSS if name == NETWORK else (
             "; give has_aux=True if it returns (loss, aux), has_weight=True if it returns (loss, weight)")
     elif type(returned) is dict:
         remedy = '; return its entry for the loss, e.g. outputs["loss"]'
     elif isinstance(returned, Mapping) or is_dataclass(returned):
         remedy = _OF_A_MODEL
-    elif not is_none and (returned is None or isinstance(returned, (Number, np.ndarray))):
+    elif returned is None or isinstance(returned, (Number, np.ndarray)):
         remedy = _A_TENSOR
-    if is_none:
-        remedy = "; is its `return` missing?"
-    elif name not in ("forward_fn", NETWORK):
+    if not is_none and name not in ("forward_fn", NETWORK):
         remedy = ""
     raise TypeError(f"{name} returned {got}, expected {expected}{remedy}")
 

@@ -228,11 +228,6 @@ class TrainStep(Uncopied):
     def evaluate(self, batches: Iterable) -> float:
         """Return the mean loss over a data set: sum of weight * loss / sum of weights, without a backward pass.
 
-            for epoch in range(10):
-                for loss in train_step.epoch(training_data):
-                    ...
-                print(train_step.evaluate(validation_data))
-
         It is the loss of the undivided data, also where batches differ in size or in tokens. The networks compute in
         evaluation mode; then each layer is in its own mode again. Nothing else changes, so it may be called at any
         time, also in `on_update`. With several ranks, every rank calls it with its own part of the data, and gets the
