@@ -27,7 +27,7 @@ from support.differential.cases import plain_case
 from support.differential.optimizers import state_of
 
 from ms_accum.core.boundary import Place
-from ms_accum.selftest.comparing import difference, values
+from ms_accum.selftest.comparing import values
 
 BAD = list(enumerate((np.nan, np.inf, -np.inf, np.nan)))  # in which gradient
 SIZES = st.sampled_from([4, 4, 4, 4, 3, 3, 0])  # each size is compiled once
@@ -200,7 +200,9 @@ class Machine(RuleBasedStateMachine):
         oracle, status = self.oracle, self.run.boundary.status()
         assert {name: getattr(status, name) for name in reference.COUNTERS} == oracle.counters()
         assert status.weight == pytest.approx(oracle.window_weight, rel=1e-6)
-        assert difference(values(self.run.loss.trainable_params()), oracle.parameters) <= 2e-5
+        # Absolute: halved parameters are small, and the updates before were not.
+        assert all(np.abs(one - other).max() <= 5e-6 for one, other in zip(
+            values(self.run.loss.trainable_params()), oracle.parameters))
 
     def teardown(self):
         if self.since:
