@@ -145,12 +145,9 @@ Cut = tuple[Optional[int], ...]  # the axis along which each argument is cut; No
 
 
 def layout(batch: tuple, batch_axis: int = 0, eager: bool = False) -> tuple[int, Cut]:
-    """Return the number of samples in a batch, and for each argument the axis that counts them, or None.
-
-    `eager`: whether it runs op by op, where a batch may hold any object. Only Tensors of numbers are cut.
-    """
+    """Return the number of samples in a batch, and for each argument the axis that counts them, or None."""
     ranks = tuple([_rank(argument) for argument in batch])
-    if eager:
+    if eager:  # then a batch may hold any object
         ranks = tuple([rank if isinstance(argument, Tensor) and argument.dtype != ms.string else None
                        for rank, argument in zip(ranks, batch)])
     place = place_of(ranks, batch_axis)

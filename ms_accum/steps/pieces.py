@@ -1,8 +1,4 @@
-"""The graphs for all batches of one layout, which the host calls one after the other.
-
-    whole:   value_and_grad, add; or update, with a window of one microbatch
-    pieces:  value_and_grad, add  for each piece, which gathers its own samples from the batch
-"""
+"""The graphs for all batches of one layout, which the host calls: one for a whole batch, or one for each piece."""
 from __future__ import annotations
 
 from collections.abc import Callable
