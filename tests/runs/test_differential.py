@@ -61,8 +61,8 @@ def stratified():
             fixed.update(event=event, load_into=("fresh", "used")[i // 5 % 2])
             if event != "save":
                 fixed["loss"] = ("masked", "mean")[i % 2]
-        dropped = {"scaler": ("dynamic", 6, 2), "on_nonfinite": "skip_window", "nonfinite_at": 3 if i == 2 else 2}
-        fixed.update({2: dropped, 5: {**dropped, "aux": True},
+        drops = {"scaler": ("dynamic", 6, 2), "on_nonfinite": "skip_window", "nonfinite_at": 2, "backward_clip": False}
+        fixed.update({2: drops, 5: {**drops, "aux": True},
                       second + 1: {"aux": True, "weight": "returned"}}.get(i, {}))
         # A model ends in an incomplete window.
         count = 7 if driver.startswith("model") else 6

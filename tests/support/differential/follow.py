@@ -245,7 +245,8 @@ class _Follow:
         self.accumulating = Accumulating(self.case, self.case.seed + 1)
         with self.accumulating.driver as driver:
             if self.case.load_into == "used":
-                self.accumulating.driver(*self.accumulating.turned(self.case.batch(1, spoil=False)))
+                driver(*self.accumulating.turned(self.case.batch(1, spoil=False)))
+                self.alike = driver.kind not in ("cell", "model")  # a cell keeps its own unit of weights
             assert self.accumulating.load(path) == self.position
         self._go_on()
         assert self.position == self.saved_at - held

@@ -33,8 +33,7 @@ class Plain(reference.Undivided):
         self.measures = case.noise_scale
         self._compile_optimizer()
         self.scale, self.finite_windows = 2.0 ** case.scaler[1] if case.scaler else 1.0, 0
-        self.dropped = self.diverged = False
-        self.window_loss = 0.0  # of the last window
+        self.dropped, self.diverged, self.window_loss = False, False, 0.0
         self.path = [0.0] * len(self.parameters)  # how far each parameter has moved
         self.rounding = 0.0
 
@@ -67,7 +66,6 @@ class Plain(reference.Undivided):
         self.losses = []  # of the open window: (weight, loss)
 
     def value(self, batch):
-        """The mean loss."""
         with running("pynative"):
             return float(self.loss(*map(Tensor, batch)).asnumpy())
 
