@@ -49,11 +49,9 @@ class Inputs:
 
 
 class Shapes:
-    """Take the shapes that `function` declares as dynamic, by `enable_dynamic` or `set_inputs`, and count the others.
+    """Take the shapes that `function` declares as dynamic, by `enable_dynamic` or `set_inputs`; count the others."""
 
-    `takes_any`: no graph has to know how many samples there are.
-    """
-
+    # `takes_any`: no graph has to know how many samples there are.
     def __init__(self, function: Callable, name: str, takes_any: bool = False) -> None:
         self.function, self.name, self.takes_any = function, name, takes_any
         self._compiled: set[object] = set()
