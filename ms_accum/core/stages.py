@@ -39,7 +39,8 @@ class Stage:
         ...         self.value = ms.Parameter(ms.Tensor(0.0), name="largest", requires_grad=False)
         ...         self.state = (self.value,)
         ...     def on_update(self, window):
-        ...         ops.assign(self.value, window["gradients"][0].max() * window["unit"] / window["weight"])
+        ...         gradients = window["gradients"]
+        ...         ops.assign(self.value, gradients[0].max() * window["unit"] / window["weight"])
         >>> network, stage = nn.Dense(2, 1), Largest()
         >>> def forward_fn(x):
         ...     return network(x).mean()
