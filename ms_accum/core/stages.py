@@ -162,8 +162,6 @@ class AdjustedLossScale(LossScale):
         self.scaler.adjust(applied)
 
 
-# --- which stages are switched on -------------------------------------------------------------------------------------
-
 def checked_stages(on_nonfinite: object, scaler: object, stages: object) -> tuple[Stage, ...]:
     """Return the stages in the order in which gradients pass them. Raise TypeError or ValueError if one is invalid."""
     one_of("on_nonfinite", on_nonfinite, ("apply", "skip_microbatch", "skip_window"))

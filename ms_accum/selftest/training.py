@@ -24,8 +24,8 @@ DRIVERS = {
 BOUNDS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
 
 
-def rows(quick: Union[str, tuple[str, ...], None] = None, drivers: Collection[str] = DRIVERS, dtypes: Collection[str] = BOUNDS,
-         checks: Collection[str] = ()) -> pytest.MarkDecorator:
+def rows(quick: Union[str, tuple[str, ...], None] = None, drivers: Collection[str] = DRIVERS,
+         dtypes: Collection[str] = BOUNDS, checks: Collection[str] = ()) -> pytest.MarkDecorator:
     """Parametrize a test: it is a row of the table for each driver and dtype.
 
     Args:
