@@ -102,6 +102,8 @@ def training_of(window: Window, functions: Functions, stream: Optional[Stream], 
             loss = ops.depend(loss, window.alone(gradients, weight, loss))
         elif stream is None:
             window.add(gradients, weight, loss, after)
+            if window.exchange.sums_each:  # see `jit_options`; on one device, gradients would wait in memory together
+                loss = ops.depend(loss, gradients)
         else:
             window.count_piece(weight, loss, after)
         return reported(loss, weight, window.is_sum), weight, values[2]
