@@ -80,12 +80,10 @@ def instance_of(name: str, value: object, kinds: Any, expected: str, remedy: str
 def require_options(function: Any, given: Iterable[str], options: type) -> None:
     """Raise TypeError for an unknown option, and name the one that was probably meant.
 
-    Args:
-        function: What was called, with a parameter `**options`.
-        given: The names in these options.
-        options: A TypedDict of those that there are.
+    `function`: what was called, with a parameter `**options`; `given`: the names in these; `options`: a TypedDict.
     """
-    known = ("accumulate_step", *(function.__kwdefaults__ or ()), *options.__annotations__)
+    own = [name for name in inspect.signature(function).parameters if name not in ("self", "options")]
+    known = (*own, *options.__annotations__)
     for name in given:
         if name not in options.__annotations__:
             close = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, known, 1)

@@ -19,7 +19,6 @@ from ..steps.batch import (
     checked_axis,
     layout,
     named_values,
-    ordered,
     parted,
     positional,
 )
@@ -169,7 +168,7 @@ def check_equivalence(
     instance_of("batch", batch, (tuple, list, Mapping), "a tuple or dict of forward_fn's arguments, e.g. (data, label)")
     arguments, named = as_arguments(batch)
     named = named_values(forward_fn, named)
-    names = ordered(forward_fn, named)
+    names = tuple(named)
     batch = (*arguments, *[named[name] for name in names])
     samples, _ = layout(batch, checked_axis(batch_axis))
     if samples < 2:

@@ -80,7 +80,8 @@ def boundary_of(
                    for stage in checked], "max_skips": max_skips,
         "loss_scaler": loss_scaler and (type(loss_scaler).__name__, loss_scaler.scale_value.asnumpy().tolist()),
         **facts})
-    length.share(exchange.inside)
+    if length.budget is not None:  # it is that of one rank
+        length.budget *= exchange.inside
     window = Window(optimizer, length, exchange, checked, reduction, is_sum, clip_norm, 0.0,
                     dtypes if has_buffers else None)
     return Boundary(window, rates, max_skips, eager)
@@ -142,7 +143,6 @@ class Accumulator(Uncopied):
 
     Attributes:
         weights: The parameters to give gradients for, in the optimizer's order: ParameterTuple.
-        window, boundary: The open window on the device, and the host's side of it, for checkpoints.
 
     Source: https://www.mindspore.cn/tutorials/experts/en/r2.2/optimize/gradient_accumulation.html; `optax.MultiSteps`.
 
@@ -184,7 +184,6 @@ class Accumulator(Uncopied):
         Args:
             grads: A gradient for each of `weights`, in their order and shapes.
             weight: A number >= 0 or a Tensor of shape `()`. With 0, the microbatch counts, but its gradient is ignored.
-                A Tensor that is negative or infinite counts as NaN, which makes the accumulated gradient NaN.
         """
         self.add(grads, weight)
         return self.close_if(self.window.is_full())

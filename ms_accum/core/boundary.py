@@ -28,23 +28,7 @@ from ..mindspore_api import address_of, unrecorded
 from ..tensors import require_trainable
 from .graphs import straight
 from .optimizers import Rates
-from .window import (
-    ADDED,
-    CLOSING,
-    EMPTY_BATCH,
-    END,
-    HELD,
-    HOLD,
-    IN_ROW,
-    LAST,
-    MARK,
-    MEASURED,
-    PART,
-    SKIPPED,
-    UPDATES,
-    WEIGHT,
-    Window,
-)
+from .window import ADDED, BEGIN, CLOSING, END, HELD, HOLD, IN_ROW, LAST, MARK, MEASURED, PART, SKIPPED, UPDATES, Window
 
 _TORN_BATCH = ("an error or an interrupt stopped a microbatch, so the open window may hold a part of it; call reset(), "
                "which drops the open window; then epoch(batches, skip=train_step.trained) trains it again")
@@ -181,13 +165,13 @@ class Boundary:
         if self.window.exchange.sums_each:
             self.add(lambda: self._add_nothing([END]), ())
         else:
-            self.add(lambda: ops.assign_add(self.window.counts, EMPTY_BATCH), ())
+            self.add(lambda: ops.assign_add(self.window.counts, BEGIN + END), ())
 
     def known(self) -> int:
         """Return `missing`. If it is unknown, read it, and close a window that is full."""
         while self.missing is None:
             counts, sums = self._read()
-            missing = self.window.length.missing(counts[HELD], counts[UPDATES], sums[WEIGHT])
+            missing = self.window.missing(counts, sums)
             if missing:
                 self.missing, self.updates = missing, counts[UPDATES]
             else:

@@ -72,11 +72,6 @@ class WindowLength:
                 length = ops.where(update_step >= start, longer, length)
         return length
 
-    def share(self, ranks: int) -> None:
-        """Multiply the budget, which is that of one rank, by the number of ranks whose weights are summed."""
-        if self.budget is not None:
-            self.budget *= ranks
-
     def is_full(self, mini_step: Tensor, update_step: Tensor, weight_sum: Tensor) -> Tensor:
         """Return whether a window with these microbatches and this weight is full: bool Tensor of shape `()`."""
         full = mini_step >= self.length(update_step)

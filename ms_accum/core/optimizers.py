@@ -142,10 +142,8 @@ def _rate_at(rate: Any, optimizer: Any, offset: int) -> float:
 
 
 def _divided(optimizer: Any, state: dict[str, Parameter]) -> dict[str, Parameter]:
-    """Return the whole parameter of each state that has the shape of its slice, by name.
-
-    The state's name ends in that of the parameter, or it is in a list that has one entry for each slice.
-    """
+    """Return the whole parameter of each state that has the shape of its slice, by name."""
+    # The state's name ends in that of the parameter, or it is in a list that has one entry for each slice.
     slices, found = [p for p in optimizer.parameters if whole_of(p) is not p], {}
     for name, parameter in state.items():
         own = [p for p in slices if parameter.name.endswith(f".{whole_of(p).name}")]

@@ -39,7 +39,8 @@ class Stage:
         ...         self.value = ms.Parameter(ms.Tensor(0.0), name="largest", requires_grad=False)
         ...         self.state = (self.value,)
         ...     def on_update(self, window):
-        ...         ops.assign(self.value, window["gradients"][0].max() * window["unit"] / window["weight"])
+        ...         gradients = window["gradients"]
+        ...         ops.assign(self.value, gradients[0].max() * window["unit"] / window["weight"])
         >>> network, stage = nn.Dense(2, 1), Largest()
         >>> def forward_fn(x):
         ...     return network(x).mean()
@@ -160,8 +161,6 @@ class AdjustedLossScale(LossScale):
         """See `Stage`."""
         self.scaler.adjust(applied)
 
-
-# --- which stages are switched on -------------------------------------------------------------------------------------
 
 def checked_stages(on_nonfinite: object, scaler: object, stages: object) -> tuple[Stage, ...]:
     """Return the stages in the order in which gradients pass them. Raise TypeError or ValueError if one is invalid."""

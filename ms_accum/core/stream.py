@@ -13,10 +13,7 @@ from .window import Window
 
 
 class Stream:
-    """Put hooks on the parameters from the end of a forward pass to that of its backward pass.
-
-    Gradients are handled as in PyTorch's DistributedDataParallel, whose hooks fill buckets.
-    """
+    """Put hooks on the parameters from the end of a forward pass to that of its backward pass."""
 
     def __init__(self, window: Window) -> None:
         self.window, self.nothing = window, Tensor(0.0, ms.float32)

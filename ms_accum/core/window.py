@@ -63,7 +63,6 @@ def change(**by: int) -> Tensor:
 BEGIN, CLOSE = change(MARK=1), change(MARK=CLOSING)
 END = change(MARK=-1, HELD=1, ADDED=1)  # of a microbatch in one piece
 PART, HOLD = change(MARK=-1), change(MARK=-1, HELD=1)  # of a piece of other ranks; of their microbatch
-EMPTY_BATCH = change(HELD=1, ADDED=1)
 # What a close keeps of the counts. (If an operator ran when the package is imported, no device could be set later.)
 KEPT = change(MARK=1, ADDED=1, UPDATES=1, WINDOWS=1, SKIPPED=1, EMPTY=1)
 APPLIED = change(MARK=-CLOSING, UPDATES=1, WINDOWS=1)
@@ -290,6 +289,10 @@ class Window:
         return rest - carry
 
     # --- for the host -------------------------------------------------------------------------------------------------
+
+    def missing(self, counts: list[int], sums: list[float]) -> int:
+        """Return the least number of microbatches that the open window still needs, given what was read."""
+        return self.length.missing(counts[HELD], counts[UPDATES], sums[WEIGHT])
 
     @property
     def state(self) -> dict[str, Parameter]:

@@ -61,19 +61,18 @@ def _source_of_samples(dataset: Any) -> Any:
 
 
 def named_values(function: Callable, named: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the named arguments for graphs without those that are None. Raise TypeError if that changes the call."""
+    """Return the named arguments for graphs, without None, in the order of the parameters: each order is compiled.
+
+    Those for `**kwargs` come last, as given. Raise TypeError if the call would change without those that are None.
+    """
+    parameters = _parameters(function)
     for name, value in named.items():  # graph mode cannot pass None or str by name
-        default = getattr(_parameters(function).get(name), "default", None)
+        default = getattr(parameters.get(name), "default", None)
         if isinstance(value, str) or (value is None and default is not None):
             raise TypeError(f"{name} is {value!r}, expected a Tensor: a compiled step cannot get it by name; give the "
                             "parameter this default and leave it out, or bind it with functools.partial")
-    return {name: value for name, value in named.items() if value is not None}
-
-
-def ordered(function: Callable, names: Iterable[str]) -> tuple[str, ...]:
-    """Return names in the order of the function's parameters; those for its `**kwargs` come last, as given."""
-    order = list(_parameters(function))
-    return tuple(sorted(names, key=lambda name: order.index(name) if name in order else len(order)))
+    names = dict.fromkeys((*(name for name in parameters if name in named), *named))
+    return {name: named[name] for name in names if named[name] is not None}
 
 
 def _parameters(function: Callable) -> Mapping[str, inspect.Parameter]:
@@ -146,12 +145,9 @@ Cut = tuple[Optional[int], ...]  # the axis along which each argument is cut; No
 
 
 def layout(batch: tuple, batch_axis: int = 0, eager: bool = False) -> tuple[int, Cut]:
-    """Return the number of samples in a batch, and for each argument the axis that counts them, or None.
-
-    `eager`: whether it runs op by op, where a batch may hold any object. Only Tensors of numbers are cut.
-    """
+    """Return the number of samples in a batch, and for each argument the axis that counts them, or None."""
     ranks = tuple([_rank(argument) for argument in batch])
-    if eager:
+    if eager:  # then a batch may hold any object
         ranks = tuple([rank if isinstance(argument, Tensor) and argument.dtype != ms.string else None
                        for rank, argument in zip(ranks, batch)])
     place = place_of(ranks, batch_axis)
@@ -285,20 +281,19 @@ def require_readable(fact: Any, name: str, expected: str) -> None:
 @constexpr
 def raise_wrong_result(returned: Any, is_none: bool, name: str, expected: str) -> None:
     """Raise TypeError for a result that is not a Tensor or not a tuple: a number that a graph computes is None here."""
-    remedy = ""
-    got = "None" if is_none else "a number" if returned is None else f"a value of type {type(returned).__name__}"
-    if isinstance(returned, tuple):
+    got, remedy = "a number" if returned is None else f"a value of type {type(returned).__name__}", ""
+    if is_none:
+        got, remedy = "None", "; is its `return` missing?"
+    elif isinstance(returned, tuple):
         got, remedy = f"{len(returned)} values", _WITH_LOSS if name == NETWORK else (
             "; give has_aux=True if it returns (loss, aux), has_weight=True if it returns (loss, weight)")
     elif type(returned) is dict:
         remedy = '; return its entry for the loss, e.g. outputs["loss"]'
     elif isinstance(returned, Mapping) or is_dataclass(returned):
         remedy = _OF_A_MODEL
-    elif not is_none and (returned is None or isinstance(returned, (Number, np.ndarray))):
+    elif returned is None or isinstance(returned, (Number, np.ndarray)):
         remedy = _A_TENSOR
-    if is_none:
-        remedy = "; is its `return` missing?"
-    elif name not in ("forward_fn", NETWORK):
+    if not is_none and name not in ("forward_fn", NETWORK):
         remedy = ""
     raise TypeError(f"{name} returned {got}, expected {expected}{remedy}")
 

@@ -71,9 +71,8 @@ def reported(loss: Tensor, weight: Scalar, is_sum: bool) -> Tensor:
 def training_of(window: Window, functions: Functions, stream: Optional[Stream], closes: bool) -> Callable:
     """Return `(rows, piece, after) -> (loss, weight, aux)`, which differentiates a piece of `rows` samples and adds it.
 
-    Gradients are weighed, not the loss, or a layer whose own backward pass is not linear would be wrong. `stream` adds
-    each gradient during the backward pass. `closes`: whether to update with the piece as a window of one; otherwise
-    `after` is added to the counts.
+    `stream` adds each gradient during the backward pass. `closes`: whether to update with the piece as a window of one.
+    Gradients are weighed, not the loss, or a layer whose own backward pass is not linear would be wrong.
     """
     forward, weigh, has_weight = forward_of(functions), weighed(functions), functions.has_weight
 

@@ -1,9 +1,4 @@
-"""Losses that couple samples, with the memory of one piece: gradient caching for contrastive training.
-
-    pieces ─ encode ─► representations of the batch ─ loss_fn ─► loss and its gradient at each representation
-                                                                        │ of each piece's samples
-    pieces ─ encode again, this time backward from ◄───────────────────┘ ─► add ─► ... (as any microbatch)
-"""
+"""Losses that couple samples, with the memory of one piece: gradient caching for contrastive training."""
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -1,12 +1,8 @@
-"""The graphs for all batches of one layout, which the host calls one after the other.
-
-    whole:   value_and_grad, add; or update, with a window of one microbatch
-    pieces:  value_and_grad, add  for each piece, which gathers its own samples from the batch
-"""
+"""The graphs for all batches of one layout, which the host calls: one for a whole batch, or one for each piece."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any
 
 import mindspore as ms
 import numpy as np
@@ -60,12 +56,10 @@ def ends_of(pieces: int) -> list[Tensor]:
 
 
 def _piece(train: Callable, compiled: Compile, rows: int, cut: Cut, has_aux: bool, batch_axis: int) -> Callable:
-    """Return `(start, after, totals, *batch) -> (totals, mean loss)`, followed by the weight and the aux.
-
-    `start`: the first sample. `totals`: the sums of weight * loss, and of the weights: float32 `(2,)`.
-    """
+    """Return `(start, after, totals, *batch) -> (totals, mean loss)`, followed by the weight and the aux."""
     places = places_of(rows)
 
+    # `start`: the first sample. `totals`: the sums of weight * loss, and of the weights: float32 `(2,)`.
     def piece(start: Tensor, after: Tensor, totals: Tensor, *batch: Any) -> tuple:
         # The samples are gathered here, from the whole batch: a graph's argument is not copied.
         trained = train(rows, select_rows(start + places, cut, batch), after)
@@ -93,17 +87,10 @@ def looked_at(look: Callable, compiled: Compile, samples: int, cut: Cut, pieces:
 
 def joined(found: list, total: Tensor, batch_axis: int) -> Any:
     """Return the aux of pieces, `found` as `(weight, aux)`: values per sample joined, of scalars the mean by weight."""
-    weights, aux = [weight for weight, _ in found], [aux for _, aux in found]
-    if not isinstance(aux[0], tuple):
-        return _joined(weights, aux, total, batch_axis)
-    return tuple(_joined(weights, list(values), total, batch_axis) for values in zip(*aux))
+    def join(values: tuple) -> Tensor:
+        if values[0].ndim:
+            return ops.concat(values, axis_of(values[0].ndim, batch_axis))
+        return divide_no_nan(sum(multiply_no_nan(v.astype(ms.float32), w) for v, w in zip(values, weights)), total)
 
-
-def _joined(weights: list, values: list, total: Tensor, batch_axis: int) -> Tensor:
-    if values[0].ndim:
-        return ops.concat(tuple(values), axis_of(values[0].ndim, batch_axis))
-    summed: Optional[Tensor] = None
-    for value, weight in zip(values, weights):
-        product = multiply_no_nan(value.astype(ms.float32), weight)
-        summed = product if summed is None else summed + product
-    return divide_no_nan(summed, total)
+    weights, aux = zip(*found)
+    return tuple(map(join, zip(*aux))) if isinstance(aux[0], tuple) else join(aux)

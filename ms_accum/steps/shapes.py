@@ -1,8 +1,4 @@
-"""The shapes of batches: those that a script declares as dynamic, and a hint if many are compiled one by one.
-
-    declared (enable_dynamic on forward_fn, set_inputs on a Cell) ─► one graph for all batches of one number of samples
-    not declared                                                  ─► a graph for each shape ─► from `_MANY` on, a hint
-"""
+"""The shapes of batches: those that a script declares as dynamic, and a hint if many are compiled one by one."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -53,11 +49,9 @@ class Inputs:
 
 
 class Shapes:
-    """Take the shapes that `function` declares as dynamic, and count those for which graphs are compiled.
+    """Take the shapes that `function` declares as dynamic, by `enable_dynamic` or `set_inputs`; count the others."""
 
-    `takes_any`: no graph has to know how many samples there are.
-    """
-
+    # `takes_any`: no graph has to know how many samples there are.
     def __init__(self, function: Callable, name: str, takes_any: bool = False) -> None:
         self.function, self.name, self.takes_any = function, name, takes_any
         self._compiled: set[object] = set()

@@ -107,10 +107,8 @@ def checked_networks(network: Union[nn.Cell, tuple[nn.Cell, ...], None]) -> tupl
     """Return the argument `network` as a tuple, or raise TypeError."""
     if network is None:
         return ()
-    networks = network if isinstance(network, tuple) else (network,)
-    for each in networks:
-        instance_of("network", each, nn.Cell, "a Cell or a tuple of Cells", "give the network that is trained")
-    return networks
+    return tuple(instance_of("network", each, nn.Cell, "a Cell or a tuple of Cells", "give the network that is trained")
+                 for each in (network if isinstance(network, tuple) else (network,)))
 
 
 def networks_of(functions: Iterable[Callable]) -> list[nn.Cell]:

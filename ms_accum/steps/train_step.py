@@ -23,18 +23,7 @@ from ..core.accumulator import REDUCTIONS, Options, boundary_of
 from ..core.boundary import Boundary, Status
 from ..core.stream import Stream
 from ..distributed.exchange import BUILD
-from .batch import (
-    Cut,
-    as_arguments,
-    as_tensors,
-    checked_axis,
-    layout,
-    named_values,
-    ordered,
-    positional,
-    require_batched,
-    starts_of,
-)
+from .batch import as_arguments, as_tensors, checked_axis, layout, named_values, positional, require_batched, starts_of
 from .forward import Functions, looking_of, training_of
 from .pieces import in_pieces, looked_at, whole
 from .shapes import Inputs, Shapes
@@ -63,8 +52,8 @@ class TrainStep(Uncopied):
     # `make_layout(samples, cut, names, inputs)` returns a `Layout`; `make_look`, called in the same way, returns
     # `(*batch) -> (weight * loss, weight)` for an evaluation. Neither is called for a batch without samples.
     # Slots, so that an option that is assigned later is an error: the graphs would not see it.
-    __slots__ = ("__weakref__", "_axis", "_functions", "_look", "_make", "_mode", "_networks", "_orders", "_shapes",
-                 "_used", "boundary", "optimizer")
+    __slots__ = ("__weakref__", "_axis", "_functions", "_look", "_make", "_mode", "_networks", "_shapes", "_used",
+                 "boundary", "optimizer")
 
     def __init__(self, boundary: Boundary, functions: Functions, networks: tuple[nn.Cell, ...], batch_axis: int,
                  pieces: int, make_layout: Callable[..., Layout], make_look: Callable[..., Callable]) -> None:
@@ -73,7 +62,6 @@ class TrainStep(Uncopied):
         self._make, self._look = make_layout, make_look
         # A graph that cuts a batch has to know its number of samples.
         self._shapes = Shapes(functions.forward_fn, functions.name, takes_any=pieces == 1 and not boundary.eager)
-        self._orders: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._mode: Optional[TrainMode] = None
         self._used = tuple([function for function in functions[:2] if function is not None])
         exchange = boundary.window.exchange
@@ -240,11 +228,6 @@ class TrainStep(Uncopied):
     def evaluate(self, batches: Iterable) -> float:
         """Return the mean loss over a data set: sum of weight * loss / sum of weights, without a backward pass.
 
-            for epoch in range(10):
-                for loss in train_step.epoch(training_data):
-                    ...
-                print(train_step.evaluate(validation_data))
-
         It is the loss of the undivided data, also where batches differ in size or in tokens. The networks compute in
         evaluation mode; then each layer is in its own mode again. Nothing else changes, so it may be called at any
         time, also in `on_update`. With several ranks, every rank calls it with its own part of the data, and gets the
@@ -311,13 +294,10 @@ class TrainStep(Uncopied):
         """Return all values of a batch by position, and the names of the last ones."""
         if not named:
             return batch, ()
-        function = self._functions.forward_fn
         values = dict(zip(named, as_tensors(named.values())))
-        values = values if self.boundary.eager else named_values(function, values)
-        if (names := tuple(values)) not in self._orders:  # one order for each set of names, so that it is compiled once
-            self._orders[names] = ordered(function, names)
-        names = self._orders[names]
-        return (*batch, *[values[name] for name in names]), names
+        if not self.boundary.eager:
+            values = named_values(self._functions.forward_fn, values)
+        return (*batch, *values.values()), tuple(values)
 
     def _built(self, key: tuple, batch: tuple, names: tuple[str, ...], make: Callable) -> Any:
         """Return what `make` makes for batches of a layout; the same for all that are declared as alike."""
@@ -451,11 +431,11 @@ def step_of(boundary: Boundary, functions: Functions, networks: tuple[nn.Cell, .
     def compiled_for(inputs: Optional[Inputs]) -> Callable:
         return partial(boundary.compiled, inputs=inputs)
 
-    def placed(cut: Cut, names: tuple[str, ...]) -> Functions:
+    def placed(cut: tuple, names: tuple[str, ...]) -> Functions:
         return functions._replace(forward_fn=positional(functions.name, functions.forward_fn, len(cut), names),
                                   weight_fn=positional("weight_fn", functions.weight_fn, len(cut), names))
 
-    def make_layout(samples: int, cut: Cut, names: tuple[str, ...], inputs: Optional[Inputs]) -> Layout:
+    def make_layout(samples: int, cut: tuple, names: tuple[str, ...], inputs: Optional[Inputs]) -> Layout:
         window.unit = window.unit or float(-(-samples // pieces))  # the first piece's number of samples
         closes = len(window.buffers) == 0
         train, compiled = training_of(window, placed(cut, names), stream, closes), compiled_for(inputs)
@@ -464,7 +444,7 @@ def step_of(boundary: Boundary, functions: Functions, networks: tuple[nn.Cell, .
         return Layout(in_pieces(train, compiled, samples, cut, pieces, functions.has_aux, batch_axis),
                       len(starts_of(samples, pieces)))
 
-    def make_look(samples: int, cut: Cut, names: tuple[str, ...], inputs: Optional[Inputs]) -> Callable:
+    def make_look(samples: int, cut: tuple, names: tuple[str, ...], inputs: Optional[Inputs]) -> Callable:
         look = looking_of(window, placed(cut, names))
         return looked_at(look, compiled_for(inputs), samples, cut, pieces, batch_axis, inputs is not None)
 

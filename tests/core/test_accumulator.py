@@ -194,6 +194,8 @@ def test_close_if_keeps_its_branch(mode):
     (ValueError, r"weight is -1, expected a finite number >= 0", lambda a: a(ONE, -1)),
     (TypeError, r"unexpected argument acumulate_step; did you mean accumulate_step\?",
      lambda a: Accumulator(a.boundary.window.optimizer, 2, reduction="mean", acumulate_step=3)),
+    (TypeError, r"unexpected argument clipnorm; did you mean clip_norm\?",
+     lambda a: Accumulator(a.boundary.window.optimizer, 2, reduction="mean", clipnorm=3)),
     (ValueError, r"clip_norm is 0, expected a number > 0", lambda a: by_hand(clip_norm=0)),
 ])
 def test_wrong_arguments_by_hand_change_nothing(error, message, call):

@@ -61,8 +61,6 @@ def test_budgets_are_compared_in_float32_on_the_host_too(budget):
     assert window.missing(5, 0, float(weight)) == 0
     assert (window.missing(0, 3), WindowLength({0: 2, 3: 4}).missing(0, 3)) == (1, 4)
     assert (window.constant, WindowLength(3).constant, WindowLength({0: 2, 3: 4}).constant) == (1, 3, None)
-    window.share(2)
-    assert window.budget == 2 * budget
 
 
 @pytest.mark.parametrize(("error", "message", "function", "arguments"), [

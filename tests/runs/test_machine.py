@@ -85,7 +85,7 @@ class Run(Accumulating):
     def halve(self):
         """What a user writes into the parameters at any time."""
         for parameter in self.loss.trainable_params():
-            ops.assign(parameter, parameter / 2)
+            ops.assign(parameter, Tensor(parameter.asnumpy() / 2))
 
     def flush(self):
         with self.driver:
@@ -157,7 +157,7 @@ class Machine(RuleBasedStateMachine):
         closed, expected = self._both(self.run.flush, lambda: self.oracle.flush())
         assert closed == expected
 
-    @precondition(lambda self: self.run.case.by_hand)
+    @precondition(lambda self: self.run.case.by_hand and self.oracle.mini_step)
     @rule(condition=st.booleans())
     def close_if(self, condition):
         closed, expected = self._both(partial(self.run.driver.accumulator.close_if, condition),

@@ -8,7 +8,7 @@ from mindspore.train import Model
 from ms_accum import TrainOneStepCell, make_train_step
 from ms_accum.core.window import ADDED
 from ms_accum.selftest.comparing import values
-from ms_accum.selftest.networks import MLP, batches, mean_loss
+from ms_accum.selftest.networks import MLP, batches
 from support import reference
 from support.training import LOSS
 
@@ -39,13 +39,6 @@ def make_cell(accumulate_step=2, clip_norm=0.7, optimizer=momentum, **options):
     cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), optimizer(network.trainable_params()), accumulate_step,
                             clip_norm=clip_norm, **options)
     return network, cell
-
-
-def make_step(accumulate_step=2, clip_norm=0.7, optimizer=momentum, **options):
-    """A train step in place of the cell."""
-    network = MLP()
-    return network, make_train_step(mean_loss(network), optimizer(network.trainable_params()), accumulate_step,
-                                    clip_norm=clip_norm, **options)
 
 
 def trained_oracle(network, sizes, clip_norm=0.7):
