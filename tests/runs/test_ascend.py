@@ -281,7 +281,7 @@ def test_a_close_with_a_verdict_is_one_graph_that_moves_no_buffer(compiled, proc
         found = Counter(node.name for node in close)
         assert (found["ConditionSwitch"], found["PyExecute"]) == (1, 0)
         assert found["ApplyMomentum"] + found["AdamWeightDecay"] == 2 * LAYERS
-        assert moved(close) == {"counts"}  # whole numbers, which shows that moves are seen
+        assert {"counts"} <= moved(close) <= {"counts", "zero"}  # single numbers, which shows that moves are seen
 
 
 def moved(graph):
