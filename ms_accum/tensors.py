@@ -76,8 +76,9 @@ def square_sum(gradients: Gradients, factor: Scalar = 1.0) -> Tensor:
     """
     squares = Tensor(0.0, ms.float32)
     for gradient in gradients:
-        # One after the other, or the squares of all gradients would be in memory together.
-        gradient = cast(ops.depend(gradient, squares), ms.float32) * (factor * _ENLARGED)
+        # One after the other, or the squares of all gradients would be in memory together. The factor waits, not the
+        # gradient: of two reads of a buffer, MindSpore keeps the one that waits for nothing.
+        gradient = cast(gradient, ms.float32) * ops.depend(as_tensor(factor * _ENLARGED), squares)
         squares = squares + _sum(gradient * gradient)  # on CPU faster than ops.square
     return squares
 
