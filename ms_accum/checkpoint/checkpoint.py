@@ -25,7 +25,6 @@ from ..core.boundary import Boundary
 from ..core.window import ADDED
 from ..distributed.exchange import LOAD, SAVE
 from ..runtime import synchronize
-from ..steps.train_step import TrainStep
 from ..tensors import buffers_of
 from .file import VERSION, CheckpointError, Entry, checked_path, read_file, require_json, write_file
 
@@ -35,7 +34,7 @@ _BY_STEP = "skip `train_step.trained` batches", "on_update"
 _BY_MODEL = "call model.train(1, dataset.skip(cell.status().trained), ...)", "PerUpdate"
 _BY_HAND = ("{} of the open window would be lost: an Accumulator by hand has no place where its window began; save "
             "when a window was closed, or call flush() first, or use make_train_step")
-_RATES = ("the script gives other rates than the one that saved {}: {}; those of the file were loaded; set "
+_RATES = ("this script was given other rates than the one that saved {}: {}; those of the file were loaded; set "
           'train_step.learning_rate after the load, or give load_checkpoint(..., rates="script")')
 _OLD = ("{} is of version {}, which ms_accum 0.3 or an older one wrote, expected {}; load its weights alone: "
         "ms_accum.load_weights(path, network), or load it with the ms_accum that wrote it")
@@ -195,8 +194,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, step: Any, 
                 del value
                 synchronize()
                 (Tensor(0) + 1).asnumpy()
-            # The unit of weights is a constant of graphs. Those of a step can be forgotten.
-            fixed = window.is_sum or exchange.sums_each or not isinstance(step, TrainStep)
+            # The unit of weights is a constant of graphs. A user's own graph keeps its own.
+            fixed = window.is_sum or exchange.sums_each or isinstance(step, Accumulator)
             if window.unit != unit and (window.unit is None or not fixed):
                 boundary.graphs, window.unit = {}, unit  # in this order, for an interrupt between them
 
@@ -205,7 +204,8 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, step: Any, 
         epochs, trained, unit = places[0 if is_split else exchange.rank]
         boundary.load(value_of("accumulator:counts"), value_of("accumulator:sums"), assign, (epochs, trained),
                       is_inside, is_split)
-    differ = [f"{name} {now:g}, then {about['given'][name]:g}, in the file {float(boundary.rates.parameters[name]):g}"
+    differ = [f"{name} is {now:g} here, was {about['given'][name]:g} there, and is "
+              f"{float(boundary.rates.parameters[name]):g} in the file"
               for name, now in boundary.rates.given.items() if now != about["given"][name]]
     if differ and rates == "file" and exchange.rank == 0:
         warn(_RATES.format(path, "; ".join(differ)), UserWarning, stacklevel=2)

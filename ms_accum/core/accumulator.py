@@ -212,7 +212,7 @@ class Accumulator(Uncopied):
 
     def close(self) -> bool:
         """Close the window if it is full, on all ranks: call it after each `add`. Return whether it was closed."""
-        self.boundary.missing, self.boundary.is_closed = None, False
+        self.boundary.missing, self.boundary.is_closed, self.boundary.is_idle = None, False, False
         self.boundary.known()
         return self.boundary.is_closed
 

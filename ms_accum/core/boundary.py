@@ -7,8 +7,10 @@
     flush:   take part in the microbatches of ranks that still have data ─► close what is open ─► take part in the
              windows of others ─► compare parameters
 
-Each call sets `missing` to None before it changes anything, and to a number when it is done. So after an error or an
-interrupt it is None, and the next call reads what the device holds, which is always whole; see `window.py`.
+What adds or closes sets `missing` to None first, and to a number when it is done; a reset and a load leave None. So
+after an error or an interrupt it is None, and the next call reads the device, which holds whole numbers, or a mark that
+says what was not finished: see `window.py`. `meet` returns the largest number that a rank gave: of pieces, or 1 for a
+window; 0: nobody has data left. On one device, it returns its own.
 """
 from __future__ import annotations
 
@@ -28,12 +30,30 @@ from ..mindspore_api import address_of, unrecorded
 from ..tensors import require_trainable
 from .graphs import straight
 from .optimizers import Rates
-from .window import ADDED, BEGIN, CLOSING, END, HELD, HOLD, IN_ROW, LAST, MARK, MEASURED, PART, SKIPPED, UPDATES, Window
+from .window import (
+    ADDED,
+    BEGIN,
+    CLOSING,
+    END,
+    HELD,
+    HOLD,
+    IN_ROW,
+    LAST,
+    LOADING,
+    MARK,
+    MEASURED,
+    OWN,
+    PART,
+    SKIPPED,
+    UPDATES,
+    Window,
+)
 
 _TORN_BATCH = ("an error or an interrupt stopped a microbatch, so the open window may hold a part of it; call reset(), "
                "which drops the open window; then epoch(batches, skip=train_step.trained) trains it again")
-_TORN_UPDATE = ("an error or an interrupt stopped an update or a load, so it may have changed some of the parameters; "
-                "load a checkpoint, on all ranks, or, on one device, call reset(), which drops the window")
+_TORN_UPDATE = ("an error or an interrupt stopped an update, so it may have changed some of the parameters; load a "
+                "checkpoint, on all ranks, or, on one device, call reset(), which drops the window")
+_TORN_LOAD = "an error or an interrupt stopped a load, so values are of two files; load a checkpoint, on all ranks"
 _STUCK = ("{} windows in a row were dropped ({} skips in all), because their gradients were not finite or their weight "
           "was 0, expected at most max_skips={}; look for NaN in the batches since update {}, lower the initial loss "
           "scale or the learning rate, then load a checkpoint, or call reset()")
@@ -42,11 +62,11 @@ _LOADED = ("the loaded file stopped after {0} batches of an epoch; give all batc
            "skip=train_step.trained to go on there, or skip=0 to begin the epoch again")
 _SPLIT = ("the loaded file was saved with another number of ranks, inside an epoch: train_step.trained ({0}) counts "
           "rank 0's batches of the former split; give the batches that are left, or skip=0 to begin the epoch again")
-_OPEN = ("a window of {} microbatches is open, expected none where an epoch begins: flush() applies it, reset() drops "
-         "it, skip=train_step.trained (for Model, dataset.skip(cell.status().trained)) goes on with its epoch")
+_OPEN = ("a window of {} microbatch(es) is open, expected none where an epoch begins: flush() applies it, reset() "
+         "drops it, skip=train_step.trained (for Model, dataset.skip(cell.status().trained)) goes on with its epoch")
 _MOVED = ("{} was given new memory (by mindspore.load_param_into_net or set_data), which compiled graphs do not see; "
           "copy values with ops.assign or ms_accum.load_weights")
-_LOST = ("a window of {} that holds {} microbatches is lost: it was neither applied, saved nor reset; train with "
+_LOST = ("a window of {} that holds {} microbatch(es) is lost: it was neither applied, saved nor reset; train with "
          "train_step.epoch(batches), which applies the incomplete last window, call flush(), or give Model "
          "FlushCallback()")
 
@@ -109,9 +129,9 @@ class Boundary:
         eager: Whether to run op by op.
         graphs: What was compiled, also by the step. After an error in a graph, all are forgotten.
         missing: Number of microbatches that the open window still needs, at least. None: unknown.
-        updates: Number of updates; right while `missing` is known and no window may be dropped, or there are functions.
-        is_closed: Whether the last call closed its window.
-        is_idle: Whether nothing was trained since the last flush.
+        updates: Number of updates. Right while `missing` is known, unless windows may be dropped and nothing asks.
+        is_closed: Whether the last call of the step, flush or end of an epoch closed a window.
+        is_idle: Whether no epoch and no call has begun since the last flush: then ranks must all mean this flush.
         turn: How often a call, a loop or a load has begun; a loop goes on while it is its own.
         place: See `Place`.
         functions: What to call after updates: `(every, function)`; `is_calling`: whether they are being called.
@@ -217,13 +237,15 @@ class Boundary:
         """
         self.missing, self.is_closed = None, False
         counts, sums = self._copies()
+        if counts[MARK] < LOADING // 2:
+            raise RuntimeError(_TORN_LOAD)
         counts[IN_ROW] = 0
         if counts[MARK] > 0:
-            counts[ADDED] -= counts[HELD]
+            counts[ADDED] -= counts[OWN]
         self.window.empty(counts, sums, counts[MARK] or 1)
 
     def _run_close(self) -> None:
-        window = self.window
+        window, self.missing = self.window, None
         window.unit = window.unit or 1.0  # of a rank that has had no data: the graph holds it from now on
         with unrecorded():  # op by op, or MindSpore takes the update for a part of a forward pass
             self._run("close", window.close)
@@ -284,7 +306,7 @@ class Boundary:
             raise RuntimeError((_SPLIT if self.place.is_split else _LOADED).format(trained))
         if counts[HELD] and (skip or 0) != trained:
             raise RuntimeError(_OPEN.format(counts[HELD]))
-        self.turn, self.is_idle, self.is_calling = self.turn + 1, False, False
+        self.turn, self.is_idle, self.is_calling, self.is_closed = self.turn + 1, False, False, False
         return self.turn, skip or 0
 
     def enter_epoch(self, skip: int) -> None:
@@ -312,10 +334,10 @@ class Boundary:
         self.require_unchanged()
         counts, sums = self._copies()
         if counts[MARK] < CLOSING // 2:
-            raise RuntimeError(_TORN_UPDATE)
-        held = int(counts[HELD] + (counts[MARK] > 0))
-        counts[ADDED] -= counts[HELD]
-        counts[MARK] = counts[HELD] = sums[:LAST] = sums[MEASURED:] = 0
+            _require_whole(counts[MARK])
+        held = int(counts[OWN] + (counts[MARK] > 0))
+        counts[ADDED] -= counts[OWN]
+        counts[MARK] = counts[HELD] = counts[OWN] = sums[:LAST] = sums[MEASURED:] = 0
         return counts, sums, held
 
     def load(self, counts: np.ndarray, sums: np.ndarray, assign: Callable[[], None], place: tuple[int, int],
@@ -323,16 +345,16 @@ class Boundary:
         """Load numbers of `of_last_update`, and what `assign` assigns. `place`: epochs, and microbatches trained."""
         self.turn, self.missing, self.is_closed = self.turn + 1, None, False
         marked = counts.copy()
-        marked[MARK] = CLOSING
+        marked[MARK] = LOADING
         ops.assign(self.window.counts, Tensor(marked))  # an interrupt leaves the mark
         assign()
         self.place = Place(place[0], int(counts[ADDED]) - place[1], is_inside or place[1] > 0, is_split)
-        self.window.empty(counts, sums, CLOSING)
+        self.window.empty(counts, sums, LOADING)
 
     def compared(self) -> dict[str, list[Parameter]]:
         """Return the values that must be equal on all ranks, by what they are."""
         rates, state = self.rates.parameters, self.rates.state
-        return {"parameters": list(self.window.exchange.parameters), "learning rates": list(rates.values()),
+        return {"learning rates": list(rates.values()), "parameters": list(self.window.exchange.parameters),
                 "state of the optimizer": [p for name, p in state.items()
                                            if name not in rates and name not in self.rates.divided]}
 
@@ -380,7 +402,7 @@ class Boundary:
 
 def _require_whole(mark: int) -> None:
     if mark:
-        raise RuntimeError(_TORN_UPDATE if mark < CLOSING // 2 else _TORN_BATCH)
+        raise RuntimeError(_TORN_LOAD if mark < LOADING // 2 else _TORN_UPDATE if mark < CLOSING // 2 else _TORN_BATCH)
 
 
 def _warn_of_a_lost_window(window: Window, saved: list[int], process: int) -> None:

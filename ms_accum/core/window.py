@@ -44,14 +44,14 @@ from .kernels import kernels_for
 from .length import WindowLength
 from .stages import Called, Stage
 
-# Places in `counts`: the mark; microbatches in the open window, and in all; updates; windows closed; microbatches or
-# windows that were skipped; windows dropped in a row; windows of weight 0.
-COUNTS = "MARK", "HELD", "ADDED", "UPDATES", "WINDOWS", "SKIPPED", "IN_ROW", "EMPTY"
-MARK, HELD, ADDED, UPDATES, WINDOWS, SKIPPED, IN_ROW, EMPTY = range(8)
+# Places in `counts`: the mark; microbatches in the open window, those of them that are this rank's, and this rank's in
+# all; updates; windows closed; microbatches or windows skipped; windows dropped in a row; windows of weight 0.
+COUNTS = "MARK", "HELD", "OWN", "ADDED", "UPDATES", "WINDOWS", "SKIPPED", "IN_ROW", "EMPTY"
+MARK, HELD, OWN, ADDED, UPDATES, WINDOWS, SKIPPED, IN_ROW, EMPTY = range(9)
 # Places in `sums`: of the open window its weight, weight * loss, and pieces taken and skipped; of the last one its
 # weight, mean loss and gradient norm; the fraction that `seen` lacks; then what stages measure of the open window.
 WEIGHT, LOSS, TAKEN, SKIPS, LAST, MEAN, NORM, REST, MEASURED = range(9)
-CLOSING = -2**20  # the mark of a close or a load; those of pieces are small and positive
+CLOSING, LOADING = -2**20, -2**22  # the marks of a close and of a load; those of pieces are small and positive
 _numbers = count()
 
 
@@ -61,7 +61,7 @@ def change(**by: int) -> Tensor:
 
 
 BEGIN, CLOSE = change(MARK=1), change(MARK=CLOSING)
-END = change(MARK=-1, HELD=1, ADDED=1)  # of a microbatch in one piece
+END = change(MARK=-1, HELD=1, OWN=1, ADDED=1)  # of a microbatch in one piece
 PART, HOLD = change(MARK=-1), change(MARK=-1, HELD=1)  # of a piece of other ranks; of their microbatch
 # What a close keeps of the counts. (If an operator ran when the package is imported, no device could be set later.)
 KEPT = change(MARK=1, ADDED=1, UPDATES=1, WINDOWS=1, SKIPPED=1, EMPTY=1)
@@ -80,7 +80,7 @@ class Window:
     of weights to divide by. `dtypes`: of the buffers; None: no buffers, for windows of one microbatch.
 
     Attributes:
-        counts, sums: See above: int32 `(8,)` and float32 `(8 + measured,)`.
+        counts, sums: See above: int32 `(9,)` and float32 `(8 + measured,)`.
         seen: Sum of the weights of all updates, rounded: int64 `()`.
         zero: Always 0, which no graph knows: to clear buffers, and for a branch that is never taken.
         buffers: One for each parameter, in the optimizer's order.
@@ -303,7 +303,7 @@ class Window:
     def empty(self, counts: np.ndarray, sums: np.ndarray, mark: int) -> None:
         """Drop what the buffers hold, and assign these numbers. `mark`: what an interrupt leaves."""
         counts, sums = np.array(counts), np.array(sums)
-        counts[HELD], counts[MARK] = 0, mark
+        counts[HELD], counts[OWN], counts[MARK] = 0, 0, mark
         ops.assign(self.counts, Tensor(counts))
         for buffer in self.buffers:
             ops.assign(buffer, ops.zeros(buffer.shape, buffer.dtype))

@@ -52,7 +52,8 @@ def in_pieces(train: Callable, compiled: Compile, samples: int, cut: Cut, pieces
 def ends_of(pieces: int) -> list[Tensor]:
     """Return what each piece of a microbatch adds to the counts in the end: what ends a microbatch is data."""
     last = pieces - 1  # each takes back its own mark; the first one leaves one more, which the last one takes back
-    return [change(MARK=(i == 0) - (i == last) - 1, HELD=i == last, ADDED=i == last) for i in range(pieces)]
+    return [change(MARK=(i == 0) - (i == last) - 1, **dict.fromkeys(("HELD", "OWN", "ADDED"), int(i == last)))
+            for i in range(pieces)]
 
 
 def _piece(train: Callable, compiled: Compile, rows: int, cut: Cut, has_aux: bool, batch_axis: int) -> Callable:

@@ -220,8 +220,8 @@ class TrainStep(Uncopied):
         self.boundary.rates.set(rate)
 
     def __repr__(self) -> str:
-        """Return what it is and its counters as text. It waits for the device."""
-        return f"TrainStep({type(self.optimizer).__name__}, {self.status()})"
+        """Return what it is and its number of microbatches as text. It waits for the device."""
+        return f"TrainStep({type(self.optimizer).__name__}, epochs={self.epochs}, trained={self.trained})"
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 

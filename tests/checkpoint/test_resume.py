@@ -1,5 +1,6 @@
 """Resumed runs are bit-identical, wherever they were saved; places, rates, memory: each sentence held and broken."""
 import os
+import re
 from itertools import chain, repeat
 
 import mindspore as ms
@@ -198,7 +199,7 @@ def test_what_was_torn_is_saved_if_it_is_a_microbatch_and_loaded_over_in_any_cas
     train(step)
     assert state(network, step) == end
     tear(CLOSING)
-    with pytest.raises(RuntimeError, match="stopped an update or a load"):
+    with pytest.raises(RuntimeError, match="stopped an update"):
         save_checkpoint(MIDDLE, network, step)
     assert resumed(updates[0], network, step) == end
 
@@ -214,7 +215,7 @@ def test_a_load_that_fails_midway_leaves_a_run_that_trains_no_more(run, monkeypa
         with pytest.raises(OSError, match="the disk"):
             load_checkpoint(updates[0], network, step)
     for do in (step.flush, step.status, lambda: step(*BATCHES[0]), lambda: save_checkpoint(PATH, network, step)):
-        with pytest.raises(RuntimeError, match="stopped an update or a load"):
+        with pytest.raises(RuntimeError, match="stopped a load"):
             do()
     assert resumed(updates[0], network, step) == end
 
@@ -362,7 +363,7 @@ def test_rates_of_the_file_win_and_a_warning_names_those_that_differ(case):
     said = [str(w.message) for w in caught]
     assert len(said) == (other is not None)
     if other:
-        assert "0.2, then 0.1, in the file 0.0" in said[0] or "0.2, then 0.1, in the file 0.1" in said[0]
+        assert re.search(r"is 0\.2 here, was 0\.1 there, and is 0\.[01]\d* in the file", said[0])
         assert 'set train_step.learning_rate after the load, or give load_checkpoint(..., rates="script")' in said[0]
     train(step, 1, EQUAL)
     assert state(network, step) == end

@@ -9,7 +9,7 @@ from mindspore import Tensor, amp, ops
 from support.training import sgd
 
 from ms_accum import make_train_step, until_weight
-from ms_accum.core.window import BEGIN, CLOSE
+from ms_accum.core.window import ADDED, BEGIN, CLOSE, END, HOLD, LOADING, change
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 from ms_accum.selftest.reads import counted_reads
 
@@ -88,7 +88,7 @@ def test_too_many_dropped_windows_raise_an_error_until_a_reset():
 def test_a_mark_that_stays_says_what_was_not_finished():
     """A part of a microbatch: everything but a reset raises an error, and the place goes back to where the window
     began. A part of an update: a reset drops the window. Control: no mark."""
-    for mark, message in ((BEGIN, "stopped a microbatch, .*call reset"), (CLOSE, "stopped an update or a load")):
+    for mark, message in ((BEGIN, "stopped a microbatch, .*call reset"), (CLOSE, "stopped an update, .*call reset")):
         train_step = step_of(3)
         for _ in range(5):
             train_step(*BATCH)
@@ -105,6 +105,33 @@ def test_a_mark_that_stays_says_what_was_not_finished():
         assert not train_step.boundary.window.buffers[0].asnumpy().any()
         train_step(*BATCH)
         assert train_step.flush()
+
+
+def test_after_a_torn_load_only_a_load_helps():
+    """A reset would leave values of two files. Control: a torn update, which a reset takes back to a window."""
+    for mark, stays in ((change(MARK=LOADING), True), (CLOSE, False)):
+        train_step = step_of(3)
+        ops.assign_add(train_step.boundary.window.counts, mark)
+        for _ in range(2):
+            if stays:
+                with pytest.raises(RuntimeError, match="stopped a load, so values are of two files; load a checkpoint"):
+                    train_step.reset()
+            else:
+                train_step.reset()
+        assert (train_step.boundary.window.counts.asnumpy()[0] != 0) == stays
+
+
+def test_microbatches_of_other_ranks_do_not_move_this_ranks_place():
+    """Where ranks sum each microbatch, a window also holds theirs. Control: its own do."""
+    for of_others, place in ((True, 0), (False, 0)):
+        train_step = step_of(4)
+        train_step(*BATCH)
+        ops.assign_add(train_step.boundary.window.counts, HOLD if of_others else END)
+        ops.assign_add(train_step.boundary.window.counts, BEGIN)  # HOLD and END take one mark away
+        assert train_step.trained == (1 if of_others else 2)
+        counts, _, held = train_step.boundary.of_last_update()
+        assert (counts[ADDED], held) == (place, 1 if of_others else 2)
+        train_step.reset()
 
 
 def test_an_interrupt_between_a_microbatch_and_its_close_loses_nothing(monkeypatch):
@@ -172,7 +199,7 @@ def test_a_window_that_is_lost_is_reported_when_its_step_is_collected():
             gc.collect()
         said = [str(warning.message) for warning in caught if "is lost" in str(warning.message)]
         assert len(said) == lost
-        assert all("of first.weight that holds 1 microbatches" in text for text in said)
+        assert all("of first.weight that holds 1 microbatch(es)" in text for text in said)
 
 
 def test_state_is_four_parameters_and_one_buffer_for_each_parameter():

@@ -125,7 +125,7 @@ def test_a_run_goes_on_inside_an_epoch_with_what_the_dataset_has_left(held):
             load(cell, broken[0])
             assert place(cell) == (1, held - held % 2)
         elif held % 2:
-            message = r"a window of 1 microbatches is open, .*dataset\.skip\(cell\.status\(\)\.trained\)"
+            message = r"a window of 1 microbatch\(es\) is open, .*dataset\.skip\(cell\.status\(\)\.trained\)"
             with pytest.raises(RuntimeError, match=message):
                 train(cell, FlushCallback(), data=dataset_of(data))
         with recorded_warnings() as caught:

@@ -173,7 +173,7 @@ def test_a_load_that_was_interrupted_is_whole_or_an_error(every):
         try:
             run.train()
         except RuntimeError:
-            with pytest.raises(RuntimeError, match="stopped an update or a load"):
+            with pytest.raises(RuntimeError, match="stopped a load"):
                 run.step(*BATCHES[0])
             run.load()
             run.train()

@@ -5,7 +5,7 @@ from mindspore import nn, ops
 from mindspore.dataset import GeneratorDataset
 from mindspore.train import Model
 
-from ms_accum import TrainOneStepCell, make_train_step
+from ms_accum import TrainOneStepCell
 from ms_accum.core.window import ADDED
 from ms_accum.selftest.comparing import values
 from ms_accum.selftest.networks import MLP, batches
