@@ -364,7 +364,7 @@ class Boundary:
         """Return the counters. It waits for the device. Raise RuntimeError if something was begun and not finished."""
         counts, sums = self._copies()
         _require_whole(counts[MARK])
-        _, held, added, updates, windows, skipped, in_row, empty = counts.tolist()
+        _, held, _, added, updates, windows, skipped, in_row, empty = counts.tolist()
         weight, loss, norm, rest = sums[LAST:MEASURED].tolist()
         seen = int(self.window.seen.asnumpy()) + round(rest)
         return Status(updates, held, windows, skipped, in_row, empty, seen, self.place.epochs, added - self.place.first,

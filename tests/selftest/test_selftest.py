@@ -16,7 +16,7 @@ from support.selftest_defects import ALL, DEFECTS, in_place
 
 from ms_accum import __main__ as cli
 from ms_accum import __version__
-from ms_accum.core import window as windows
+from ms_accum.core import kernels
 from ms_accum.core.kernels import SWITCH, Portable
 from ms_accum.selftest import command, plain, test_kernels, test_memory_and_time
 from ms_accum.selftest.modes import running
@@ -174,7 +174,7 @@ def test_fused_products_are_compared_where_they_are_switched_on(monkeypatch):
             fused()
         monkeypatch.setattr(test_kernels, "fused_products", lambda folder: 2)
         fused()
-        monkeypatch.setattr(windows, "add_one", lambda factor, buffer, gradient: ops.assign_add(buffer, 2 * gradient))
+        monkeypatch.setattr(kernels, "add_one", lambda factor, buffer, gradient: ops.assign_add(buffer, 2 * gradient))
         fused()
     assert off[0] < 1e-4
     assert off[1] == pytest.approx(1)

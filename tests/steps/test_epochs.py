@@ -16,6 +16,7 @@ from support.training import LOSS, sgd, step_of
 
 from ms_accum import TrainOneStepCell, make_grad_cache_step, make_train_step, until_weight
 from ms_accum.core.accumulator import Options
+from ms_accum.core.window import ADDED
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
@@ -36,7 +37,7 @@ def interrupted(data, error=KeyboardInterrupt):
 def saved(step):
     """What a file would hold: parameters, counts and place."""
     counts, sums, _ = step.boundary.of_last_update()
-    trained = int(counts[2]) - step.boundary.place.first
+    trained = int(counts[ADDED]) - step.boundary.place.first
     return [p.asnumpy().copy() for p in step.optimizer.parameters], counts, sums, (step.epochs, trained)
 
 
