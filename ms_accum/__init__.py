@@ -26,4 +26,4 @@ from .runtime import avoid_busy_waiting as avoid_busy_waiting
 from .steps.grad_cache import make_grad_cache_step as make_grad_cache_step
 from .steps.train_step import make_train_step as make_train_step
 
-__version__ = "0.3.0"
+__version__ = "0.4.0"
