@@ -76,10 +76,10 @@ class Status(NamedTuple):
 
     Attributes:
         update_step: Number of updates done.
-        mini_step: Number of microbatches in the open window.
+        mini_step: Number of microbatches in the open window, with empty ones that a rank without data adds.
         closed_windows: Number of windows closed, with an update or dropped.
-        skipped: Number of microbatches or pieces, on all ranks, or of windows that were not finite, and of windows
-            dropped for their weight 0. It changes when a window closes.
+        skipped: Number of windows dropped; with `on_nonfinite="skip_microbatch"`, also of skipped microbatches, or of
+            their pieces, on all ranks. It changes when a window closes.
         skipped_in_row: Number of windows dropped since the last update.
         empty_windows: Number of windows closed whose weight was 0.
         seen: Sum of the weights of all updates, of all ranks, rounded: samples, or what `weight_fn` counts.
@@ -109,7 +109,7 @@ class Place(NamedTuple):
 
     Attributes:
         epochs: Number of epochs finished.
-        first: The device's count of microbatches when this epoch began.
+        first: The device's count of microbatches when this epoch began, less those that its loop skipped.
         is_loaded: Whether a file stopped inside this epoch, and no loop has gone on with it.
         is_split: Whether that file was saved with another number of ranks.
     """
@@ -129,13 +129,13 @@ class Boundary:
         eager: Whether to run op by op.
         graphs: What was compiled, also by the step. After an error in a graph, all are forgotten.
         missing: Number of microbatches that the open window still needs, at least. None: unknown.
-        updates: Number of updates. Right while `missing` is known, unless windows may be dropped and nothing asks.
-        is_closed: Whether the last call of the step, flush or end of an epoch closed a window.
-        is_idle: Whether no epoch and no call has begun since the last flush: then ranks must all mean this flush.
+        updates: Number of updates. Old while `missing` is None, or where windows may be dropped and nothing needs it.
+        is_closed: Whether the last call of the step, flush or end of an epoch closed a window: what users are told.
+        is_idle: Whether nothing was trained since the last flush. Another one is then an error if a rank still trains.
         turn: How often a call, a loop or a load has begun; a loop goes on while it is its own.
         place: See `Place`.
-        functions: What to call after updates: `(every, function)`; `is_calling`: whether they are being called.
-        since: When the training of the open window began, by `perf_counter`.
+        functions: What to call after updates: `(every, function)`; `is_calling`: whether now, or when interrupted.
+        since: When the training of the open window began, by `perf_counter`: for the seconds in a log's row.
         addresses: Where trained parameters and rates are in memory, once a window was closed.
         saved: For the finalizer, in a list: the count of microbatches at the last save.
     """
@@ -262,7 +262,7 @@ class Boundary:
             counts, _ = self._read()
             self.updates, is_update = counts[UPDATES], counts[IN_ROW] == 0
         self.missing = window.length.missing(0, self.updates)
-        if is_update and not self.is_calling:  # not for a window that a function closes, against the contract
+        if is_update and not self.is_calling:  # a function that closes a window does not call them once more
             self.is_calling = True
             try:
                 for every, function in self.functions:
