@@ -82,7 +82,7 @@ def boundary_of(
         **facts})
     if length.budget is not None:  # it is that of one rank
         length.budget *= exchange.inside
-    window = Window(optimizer, length, exchange, checked, reduction, is_sum, clip_norm, 0.0,
+    window = Window(optimizer, length, exchange, checked, reduction, is_sum, clip_norm,
                     dtypes if has_buffers else None)
     return Boundary(window, rates, max_skips, eager)
 

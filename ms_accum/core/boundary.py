@@ -235,7 +235,7 @@ class Boundary:
 
         After an error in a microbatch, the place goes back to where the window began. Otherwise, the place moves on.
         """
-        self.missing, self.is_closed = None, False
+        self.missing, self.is_closed, self.since = None, False, perf_counter()
         counts, sums = self._copies()
         if counts[MARK] < LOADING // 2:
             raise RuntimeError(_TORN_LOAD)
