@@ -226,8 +226,7 @@ def _whole(boundary: Boundary, name: str) -> Any:
 
 
 def _entries(network: nn.Cell, boundary: Boundary) -> dict[str, Tensor]:
-    """Return all that a file holds beside the counts and sums, by name. Raise ValueError if the network lacks a part.
-    """
+    """Return what a file holds beside counts and sums, by name. Raise ValueError if the network lacks a part."""
     # Names in the structure: those of Parameters may change, e.g. when another Cell takes the network.
     entries = {**dict(network.parameters_and_names()), **buffers_of(network)}
     held = {id(p) for p in entries.values()}

@@ -53,6 +53,16 @@ def test_the_device_is_read_only_where_the_host_cannot_know(expected, options):
         assert len(reads) == 2 * 32 // 4
 
 
+def test_the_time_of_a_row_begins_at_a_reset():
+    """The seconds of a dropped window are not those of the next one. Control: a microbatch leaves it."""
+    train_step = step_of()
+    began = train_step.boundary.since
+    train_step(*BATCH)
+    assert train_step.boundary.since == began
+    train_step.reset()
+    assert train_step.boundary.since > began
+
+
 def test_status_says_where_a_window_stands():
     train_step, small = step_of(), tensors(*batches([3])[0])
     train_step(*BATCH)
