@@ -2,6 +2,3 @@
 from .noise_scale import GradientNoiseScale as GradientNoiseScale
 from .planning import PlanError as PlanError
 from .planning import plan_micro_batch as plan_micro_batch
-from .schedules import batch_ramp as batch_ramp
-from .schedules import sample_ramp as sample_ramp
-from .schedules import seesaw as seesaw

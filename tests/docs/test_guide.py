@@ -247,7 +247,7 @@ def test_signatures_are_the_real_ones():
     block = re.search(r"^## Signatures\n.*?^```text\n(.*?)^```", PAGES["api"], re.MULTILINE | re.DOTALL)[1]
     text = " ".join(block.split())
     shown = [value for name, value in PUBLIC.items() if re.search(rf"\b{name.rpartition('.')[2]}\(", block)]
-    assert len(shown) > 15
+    assert len(shown) >= 15
     for value in shown:
         assert signature(value) in text
     for name in ("add", "close", "close_if", "flush", "reset"):
