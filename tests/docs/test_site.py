@@ -24,7 +24,7 @@ from ms_accum.steps.train_step import TrainStep
 
 def build(source, site):
     """Return mkdocs' exit status and what it said."""
-    command = [sys.executable, "-m", "mkdocs", "build", "-f", source / ".mkdocs.yml", "-d", site]
+    command = [sys.executable, "-m", "mkdocs", "build", "-f", source / "mkdocs.yml", "-d", site]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     return done.returncode, done.stderr
@@ -60,8 +60,8 @@ def test_it_holds_every_page_and_public_name_and_asks_no_other_server(site):
     pages = {path.stem: path.read_text(encoding="utf-8") for path in (site / "reference").glob("*.html")}
     found = Counter(re.findall(r'<h\d id="(ms_accum\.[\w.]+)"', "".join(pages.values())))
     assert found == Counter(names_for_users())
-    assert "Number of microbatches in a window: an int" in pages["make_train_step"], "an argument's description"
-    fields = re.findall(r'<td><code><span title="ms_accum\.core\.boundary\.Status\.(\w+)"', pages["TrainStep"])
+    assert "Number of microbatches in a window: an int" in pages["names"], "an argument's description"
+    fields = re.findall(r'<td><code><span title="ms_accum\.core\.boundary\.Status\.(\w+)"', pages["names"])
     assert fields == list(Status._fields)
     assert not re.search(r"Uncopied|\bfingerprint\b", "".join(pages.values()))
     for path in (*PATHS, *TUTORIALS.glob("*.ipynb")):
@@ -89,13 +89,13 @@ def test_the_start_page_has_readmes_diff():
 
 
 NO_SUCH_NAME = [
-    ("tutorials/reference/api.md", "batch_size.PlanError\n", "batch_size.PlanErrors\n", "PlanErrors could not be")]
+    ("tutorials/reference/names.md", "m.by_epoch\n", "m.by_epochs\n", "by_epochs could not be found")]
 NO_SUCH_PLACE = [
     ("tutorials/index.md", "(guide/contract.md)", "(guide/contracts.md)", "contracts.md"),
     ("tutorials/guide/check.md", "(train-step.md#weights)", "(train-step.md#parts)", "#parts"),
     ("tutorials/guide/lost.md", "", "# Lost\n", "lost.md"),  # the navigation lacks it
     ("tutorials/guide/selftest.md", "", '<img src="no.png">', "selftest.html links to 'no.png'"),
-    (".mkdocs.yml", "records/*.png", "records/report.png", "links to '../benchmarks/records/ascend.png'"),
+    ("mkdocs.yml", "records/*.png", "records/report.png", "links to '../benchmarks/records/ascend.png'"),
 ]
 
 
@@ -106,7 +106,7 @@ def test_what_is_wrong_in_it_fails(damages, tmp_path):
     copy = tmp_path / "repository"
     for folder in ("ms_accum", "tutorials"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("digits", "__pycache__"))
-    shutil.copy(ROOT / ".mkdocs.yml", copy)
+    shutil.copy(ROOT / "mkdocs.yml", copy)
     for name, before, after, _ in damages:
         path = copy / name
         text = path.read_text(encoding="utf-8") if path.exists() else ""
@@ -121,7 +121,7 @@ def test_what_is_wrong_in_it_fails(damages, tmp_path):
 # --- in a browser -----------------------------------------------------------------------------------------------------
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-SEEN = ["index", "guide/first-hour", "guide/batch-size", "guide/many-ranks", "reference/TrainStep"]
+SEEN = ["index", "guide/first-hour", "guide/batch-size", "guide/many-ranks", "reference/names"]
 WIDTHS = (1400, 390)
 # Opens each page in a frame of each width, because the window of a headless Chromium is at least 500 pixels wide. Text
 # may leave its column only inside a box that scrolls; on a wide screen, tables and lines of up to 100 columns have to
