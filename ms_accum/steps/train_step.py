@@ -345,7 +345,7 @@ def make_train_step(
             ...                                 # the incomplete last window is applied, too
 
     Each call of `train_step(data, label)` or `train_step(**batch)` trains on one microbatch. The call that makes the
-    window full also updates. The guide's page "Train steps" explains weights, pieces, errors and interrupts.
+    window full also updates. The guide's page "Train steps" explains weights, pieces and precision.
 
     Args:
         forward_fn: `(*batch) -> loss`: the *mean* loss of its samples (or unmasked tokens), a float Tensor of shape
