@@ -1,4 +1,4 @@
-"""The Chinese pages have the code, headings, tables, figures and links of README and of the first hour."""
+"""The Chinese pages have the code, headings, tables, figures and links of the English ones."""
 import os
 import re
 from collections import Counter
@@ -8,9 +8,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAIRS = [(Path("README.md"), Path("tutorials/README_CN.md")),
-         (Path("tutorials/guide/first-hour.md"), Path("tutorials/guide/first-hour-cn.md"))]
+         (Path("tutorials/guide/first-hour.md"), Path("tutorials/guide/first-hour-cn.md")),
+         (Path("tutorials/guide/contract.md"), Path("tutorials/guide/contract-cn.md"))]
 TEXT = {page: (ROOT / page).read_text(encoding="utf-8") for pair in PAIRS for page in pair}
-of_each_pair = pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=("readme", "first-hour"))
+of_each_pair = pytest.mark.parametrize(("english", "chinese"), PAIRS, ids=("readme", "first-hour", "contract"))
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r" *#.*$", re.MULTILINE)
@@ -50,16 +51,21 @@ def anchors(text):
 
 
 def targets(text, page):
-    """Where links lead, from the root; of an anchor, the heading's number. Not that on top, to the other language."""
+    """Where links lead, from the root, to English pages; an anchor of a translated page is its heading's number.
+
+    Not that on top, to the other language.
+    """
     found = []
     for link in LINK.findall(BLOCK.sub("", text))[1:]:
-        if link.startswith("#"):
-            found.append(f"heading {anchors(text).index(link)}")
-        elif "://" in link:
+        file, _, anchor = link.partition("#")
+        path = (ROOT / page.parent / file).resolve().relative_to(ROOT) if file else page
+        if "://" in link:
             found.append(link.replace("/zh-CN/", "/en/").removesuffix("mindspore.cn/en").removesuffix("mindspore.cn/"))
+        elif path in TEXT:
+            number = anchors(text if path == page else TEXT[path]).index("#" + anchor) if anchor else 0
+            found.append(f"{path.as_posix().replace('-cn.md', '.md')} {number}".removesuffix(" 0"))
         else:
-            path = (ROOT / page.parent / link).resolve().relative_to(ROOT).as_posix()
-            found.append(path.replace("first-hour-cn.md", "first-hour.md"))
+            found.append(path.as_posix() + "#" * bool(anchor) + anchor)
     return sorted(set(found))
 
 
@@ -90,10 +96,10 @@ def test_a_damage_is_seen():
 def test_links_lead_to_the_same_places_which_exist(english, chinese):
     wanted = targets(TEXT[english], english)
     assert targets(TEXT[chinese], chinese) == wanted
-    paths = [target for target in wanted if "://" not in target and not target.startswith("heading ")]
-    assert len(paths) > 5
-    assert [path for path in paths if not (ROOT / path.partition("#")[0]).exists()] == []
-    damaged = TEXT[chinese].replace("index.md)", "guide/check.md)", 1)
+    paths = [re.split("[# ]", target)[0] for target in wanted if "://" not in target]
+    assert len(paths) >= 3
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    damaged = re.sub(r"#[\w-]+\)", ")", TEXT[chinese], count=1)
     assert damaged != TEXT[chinese]
     assert targets(damaged, chinese) != wanted
     with pytest.raises(ValueError, match="'#no-such-heading' is not in list"):
