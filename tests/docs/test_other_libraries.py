@@ -87,9 +87,8 @@ STAND_INS = {
 class Plainly:
     """In place of `make_train_step`: train on what `weigh(gradients, microbatches)` makes of a window."""
 
-    def __init__(self, weigh, forward_fn, optimizer, accumulate_step, clip_norm=None, has_aux=False, **_):
-        gradients = ms.grad(forward_fn, None, optimizer.parameters, has_aux=has_aux)
-        self.gradients = (lambda *batch: gradients(*batch)[0]) if has_aux else gradients
+    def __init__(self, weigh, forward_fn, optimizer, accumulate_step, clip_norm=None, **_):
+        self.gradients = ms.grad(forward_fn, None, optimizer.parameters)
         self.weigh, self.optimizer, self.clip_norm, self.start = weigh, optimizer, clip_norm, weights(optimizer)
 
     def on_update(self, function):

@@ -1,17 +1,12 @@
-"""The site: builds without a warning or a broken link, holds all pages and names, asks no other server; is readable."""
+"""The site: builds without a warning or a broken link, holds all pages and names, and asks no other server."""
 import inspect
-import json
 import os
 import re
 import runpy
 import shutil
 import subprocess
 import sys
-import threading
 from collections import Counter
-from functools import partial
-from html import unescape
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from support.pages import PAGES, PATHS, PUBLIC, README, ROOT, TUTORIALS
@@ -116,103 +111,3 @@ def test_what_is_wrong_in_it_fails(damages, tmp_path):
     assert status != 0
     for *_, problem in damages:
         assert problem in said
-
-
-# --- in a browser -----------------------------------------------------------------------------------------------------
-
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-SEEN = ["index", "guide/first-hour", "guide/batch-size", "guide/many-ranks", "reference/names"]
-WIDTHS = (1400, 390)
-# Opens each page in a frame of each width, because the window of a headless Chromium is at least 500 pixels wide. Text
-# may leave its column only inside a box that scrolls; on a wide screen, tables and lines of up to 100 columns have to
-# fit without scrolling, and a line of a paragraph holds about 90 characters: text is as wide as code.
-LOOK = """<pre id="found"></pre><script type="module">
-const found = {}
-for (const [page, width] of CASES) {
-  const frame = document.createElement('iframe')
-  frame.style = `width: ${width}px; height: 900px; border: 0`
-  frame.src = `${page}.html`
-  await new Promise(done => { frame.onload = done; document.body.append(frame) })
-  await new Promise(done => setTimeout(done, 300))
-  const view = frame.contentWindow, root = frame.contentDocument
-  const column = root.querySelector('article').getBoundingClientRect()
-  const out = found[`${page} ${width}`] = {texts: 0, wrong: []}
-  if (root.documentElement.scrollWidth > width) out.wrong.push('the page scrolls sideways')
-  const texts = root.createTreeWalker(root.querySelector('article'), NodeFilter.SHOW_TEXT)
-  while (texts.nextNode()) {
-    const text = texts.currentNode, range = root.createRange()
-    range.selectNodeContents(text)
-    const boxes = [...range.getClientRects()].filter(box => box.width > 0)
-    let right = column.right, scrolls = false
-    for (let box = text.parentElement; box.tagName != 'ARTICLE'; box = box.parentElement) {
-      const overflow = view.getComputedStyle(box).overflowX
-      if (overflow == 'auto' || overflow == 'scroll') { scrolls = true; break }
-      if (overflow != 'visible') right = Math.min(right, box.getBoundingClientRect().right)
-    }
-    if (text.data.trim() && boxes.length) out.texts++
-    if (!scrolls && boxes.some(box => box.right > right + 1)) out.wrong.push(text.data.trim().slice(0, 60))
-  }
-  for (const box of width < 1000 ? [] : root.querySelectorAll('.md-typeset__scrollwrap, pre > code'))
-    if (box.scrollWidth > box.clientWidth + 1 && (box.tagName != 'CODE' || !/.{101}/.test(box.textContent)))
-      out.wrong.push(`scrolls: ${box.textContent.trim().slice(0, 60)}`)
-  for (const box of width < 1000 ? [] : root.querySelectorAll('article p')) {
-    const lines = box.getBoundingClientRect().height / parseFloat(view.getComputedStyle(box).lineHeight)
-    const characters = Math.round(box.textContent.length / lines)
-    if (characters && lines > 2.5 && (characters > 105 || characters < 45))
-      out.wrong.push(`${characters} characters in a line`)
-  }
-  frame.remove()
-}
-document.getElementById('found').textContent = JSON.stringify(found)
-</script>"""
-
-
-class Quiet(SimpleHTTPRequestHandler):
-    """Serves files, and logs nothing."""
-
-    def log_message(self, *_):
-        """Log nothing."""
-
-
-def looked_at(site, cases):
-    """Return what headless Chromium finds: for each "page width", how many texts there are, and which stick out."""
-    (site / "look.html").write_text(f"<script>CASES = {json.dumps(cases)}</script>{LOOK}", encoding="utf-8")
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--window-size=1400,1000",
-                   "--virtual-time-budget=20000", f"http://127.0.0.1:{server.server_port}/look.html"]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-        server.shutdown()
-    return json.loads(unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)[1]))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-def test_no_text_sticks_out_and_lines_have_about_90_characters(site):
-    found = looked_at(site, [(name, width) for name in SEEN for width in WIDTHS])
-    assert len(found) == len(SEEN) * len(WIDTHS)
-    assert min(seen["texts"] for seen in found.values()) > 100
-    assert {case: seen["wrong"] for case, seen in found.items() if seen["wrong"]} == {}
-
-
-# What is added to a page, and the widths at which that is found.
-ADDED = {
-    # Its own box may scroll on a narrow screen.
-    "table": ("<table><tr>" + "<td>acolumnofatable</td>" * 30 + "</tr></table>", [1400]),
-    "far": ("<div style='width: 2000px; text-align: right'>far away</div>", [1400, 390]),
-    "long": (f"<p style='font-size: 0.5rem'>{'long lines of many words ' * 40}</p>", [1400]),
-    "hidden": ("<div style='overflow: hidden; white-space: nowrap'>" + "hidden words " * 30 + "</div>", [1400, 390]),
-    "code": (
-        "<pre><code>" + "x" * 100 + "</code></pre><style>pre > code { font-size: 3rem !important }</style>", [1400])}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-def test_text_that_sticks_out_and_long_lines_are_found(site):
-    html = (site / "guide" / "contract.html").read_text(encoding="utf-8")
-    assert "</article>" in html
-    for name, (added, _) in ADDED.items():
-        (site / "guide" / f"{name}.html").write_text(html.replace("</article>", added + "</article>"), encoding="utf-8")
-    found = looked_at(site, [(f"guide/{name}", width) for name in ADDED for width in WIDTHS])
-    assert {name: [width for width in WIDTHS if found[f"guide/{name} {width}"]["wrong"]] for name in ADDED} == {
-        name: widths for name, (_, widths) in ADDED.items()}
