@@ -83,15 +83,20 @@ def test_runs_of_each_driver_and_level(case, tmp_path):
     assert follow(case, tmp_path) > len(case.sizes)
 
 
-# What scripts use together, compiled, with few graphs: one for all numbers of rows.
+# What scripts use together. Compiled, with few graphs: one for all numbers of rows.
 _TOGETHER = {"declared": True, "event": "shapes", "shapes": (8, 5)}
 TOGETHER = [
     plain_case("step", **_TOGETHER, accumulate_step=((0, 1), (1, 2)), aux=True, evaluate_at=0, rate_at=2, groups=True),
     plain_case("cell-graph", **_TOGETHER, weight="returned", loss="masked", loss_reduction="sum",
-               on_nonfinite="skip_window", nonfinite_at=3)]
+               on_nonfinite="skip_window", nonfinite_at=3),
+    *(plain_case(driver, event="both", error_at=error_at, save_at=5, load_into=load_into, logs=True,
+                 pieces=pieces, on_nonfinite="skip_window", nonfinite_at=2, clip_norm=0.1, count=8, seed=2,
+                 accumulate_step=((0, 1), (1, 2), (2, 3)), rates="list", loops=driver != "model-pynative")
+      for driver, pieces, error_at, load_into in (
+          ("step-pynative", 2, 2, "used"), ("step-pynative", 1, 3, "fresh"), ("model-pynative", 1, 3, "used")))]
 
 
-@pytest.mark.parametrize("case", [TOGETHER[0], pytest.param(TOGETHER[1], marks=pytest.mark.slow)],
+@pytest.mark.parametrize("case", [TOGETHER[0], pytest.param(TOGETHER[1], marks=pytest.mark.slow), *TOGETHER[2:]],
                          ids=lambda case: case.driver)
 def test_features_that_scripts_use_together(case, tmp_path):
     print(case)

@@ -20,8 +20,16 @@ class Driver(drivers.Driver):
     """
 
     def __init__(self, name, *others, loops=False, sink=False, **options):
-        self.loops, self.sink = loops, sink
+        self.loops, self.sink, self.logs = loops, sink, ()
         super().__init__(name, *others, **options)
+
+    def log(self, *logs):
+        """Call each `WindowLog` for each update from now on."""
+        if self.kind == "model":
+            self.logs = logs
+        else:
+            for log in logs:
+                self.step.on_update(log)
 
     def epoch(self, batches, skip=0, count=None, after=lambda result: None):
         """Train on the microbatches of an epoch, without the first `skip`. `after` gets what each returned.
@@ -30,7 +38,8 @@ class Driver(drivers.Driver):
         """
         if self.kind == "model":
             dataset = GeneratorDataset(batches, ["x", "ids", "target", "mask"], shuffle=False)
-            dataset, callbacks = dataset.skip(skip) if skip else dataset, [_After(after, count), FlushCallback()]
+            dataset = dataset.skip(skip) if skip else dataset
+            callbacks = [_After(after, count), FlushCallback(), *self.logs]
             with suppress(InterruptedError):
                 Model(self.step).train(1, dataset, callbacks=callbacks, dataset_sink_mode=self.sink)
         elif self.loops:

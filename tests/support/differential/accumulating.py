@@ -3,7 +3,7 @@
 import mindspore as ms
 from mindspore import Tensor, amp, ops
 
-from ms_accum import DataParallel, load_checkpoint, save_checkpoint
+from ms_accum import DataParallel, WindowLog, load_checkpoint, save_checkpoint
 from ms_accum.batch_size import GradientNoiseScale
 from ms_accum.selftest.comparing import values
 from support.drivers import Driver
@@ -103,6 +103,11 @@ class Accumulating:
 
         batches = [self.turned(batch) for batch in batches]
         self.driver.epoch(batches, skip, None if end is None else end - skip, read)
+
+    def log(self, path, rows):
+        """From now on, write a row for each update into a file, and into a list."""
+        if self.case.logs:
+            self.driver.log(WindowLog(path), WindowLog(rows.append))
 
     def turned(self, arrays):
         """Samples along `batch_axis`, or back."""

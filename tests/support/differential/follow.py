@@ -1,4 +1,5 @@
 """Train a Case both ways and compare after each microbatch."""
+import csv
 from contextlib import nullcontext
 
 import numpy as np
@@ -14,6 +15,7 @@ from .plain import DIVERGED, Plain
 # Relative to how far a parameter has moved. In 16 bits, pieces round differently from the whole; that is measured, too.
 TOLERANCE = {"exact": 3e-5, "16 bit": 3e-2}
 SLOWER = 0.3  # of a learning rate that is set
+SAID = ("epoch", "microbatch", "update_step", "loss", "weight", "grad_norm", "skipped", "seen")  # by a row of a log
 
 
 def follow(case, folder):
@@ -110,6 +112,8 @@ class _Follow:
         self.between = [(case.evaluate_at, self._evaluate), (case.rate_at, self._set_rate)]
         self.plain, self.accumulating = Plain(case), Accumulating(case, case.seed)
         self.comparison = Comparison(case, self.plain)
+        self.rows, self.log = [], folder / "windows.csv"
+        self.accumulating.log(self.log, self.rows)
 
     def run(self):
         events = [(self.case.error_at, self._error), (self.case.save_at, self._resume)]
@@ -182,7 +186,20 @@ class _Follow:
             assert not finite, f"{where}: plain training has become NaN, but ms_accum has not"
             self.over = True
             return
-        self.comparison.window(self.accumulating.facts(), where)
+        facts = self.accumulating.facts()
+        self.comparison.window(facts, where)
+        if self.case.logs:
+            self._logged(facts["status"], where)
+
+    def _logged(self, status, where):
+        """A row for each update, whatever was loaded; a dropped window has none. It says what the status says."""
+        assert [row["update_step"] for row in self.rows] == [*range(1, self.plain.update_step + 1)], where
+        if self.plain.skipped_in_row == 0:
+            said = {**status, "epoch": 1, "microbatch": self.position}
+            np.testing.assert_equal({name: self.rows[-1][name] for name in SAID}, {name: said[name] for name in SAID})
+            with self.log.open(newline="", encoding="utf-8") as file:
+                written = [[line[name] for name in SAID] for line in csv.DictReader(file)]
+            assert written == [[str(row[name]) for name in SAID] for row in self.rows], where
 
     def _compare(self, where):
         if not self.over:
@@ -195,9 +212,10 @@ class _Follow:
             with driver:
                 assert driver.flush() == (self.plain.mini_step > 0)
         else:
-            self.position, self.epochs = 0, 1
+            self.epochs = 1
         if self.plain.mini_step > 0:
             self._close("after the flush")
+        self.position = 0 if ends else self.position
         self._compare("after the flush")
 
     def _error(self):
@@ -248,6 +266,7 @@ class _Follow:
                 driver(*self.accumulating.turned(self.case.batch(1, spoil=False)))
                 self.alike = driver.kind not in ("cell", "model")  # a cell keeps its own unit of weights
             assert self.accumulating.load(path) == self.position
+            self.accumulating.log(self.log, self.rows)
         self._go_on()
         assert self.position == self.saved_at - held
         self._compare("after the load")
