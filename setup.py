@@ -21,7 +21,7 @@ setup(
     package_data={"ms_accum": ["py.typed"]},
     python_requires=">=3.10,<3.13",
     # MindSpore's wheels are compiled against NumPy 1 and crash with NumPy 2.
-    install_requires=["mindspore>=2.7", "numpy<2", "download", "psutil", "safetensors>=0.8", "tqdm"],
+    install_requires=["mindspore>=2.7", "numpy<2", "download", "safetensors>=0.8", "tqdm"],
     extras_require={
         "plot": ["matplotlib"],
         "selftest": ["pytest>=7"],

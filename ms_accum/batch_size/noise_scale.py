@@ -66,10 +66,9 @@ class GradientNoiseScale(Stage):
     def __init__(self, decay: float = 0.99) -> None:
         self.decay = number("decay", decay, lambda decay: 0 < decay <= 1, "a number with 0 < decay <= 1",
                             "1 takes plain means")
-        self._totals = state_parameter("noise_scale.totals", (3,), ms.float32)  # of S, of G^2, of what windows count
-        self._sizes = state_parameter("noise_scale.sizes", (2,), ms.float32)  # weight, and windows
-        self._counts = state_parameter("noise_scale.counts", (2,), ms.int32)  # windows measured; since then, others
-        self.state = (self._totals, self._sizes, self._counts)
+        # Sums over windows: of S, of G^2, and of what both count; of the weight, and of 1.
+        self._totals = state_parameter("noise_scale.totals", (5,), ms.float32)
+        self.state = (self._totals,)
 
     @property
     def noise(self) -> float:
@@ -79,28 +78,22 @@ class GradientNoiseScale(Stage):
     @property
     def gradient_squared(self) -> float:
         """Return |G|², the squared norm of the true gradient; < 0 if noise hides it, NaN before the first window."""
-        return _ratio(self._totals.asnumpy()[1:])
+        return _ratio(self._totals.asnumpy()[[1, 2]])
 
     @property
     def window_weight(self) -> float:
-        """Return the mean weight of a window, summed over the ranks; NaN before the first window."""
-        return _ratio(self._sizes.asnumpy())
+        """Return the mean weight of a measured window, summed over the ranks; NaN before the first one."""
+        return _ratio(self._totals.asnumpy()[[3, 4]])
 
     @property
-    def windows(self) -> tuple[int, int]:
-        """Return the number of windows measured, and the number of windows of one microbatch since the last of them."""
-        measured, others = self._counts.asnumpy().tolist()
-        return measured, others
+    def windows(self) -> float:
+        """Return the number of windows that were measured, if `decay` is 1; else, of those that still count."""
+        return float(self._totals.asnumpy()[4])
 
     def scale(self) -> float:
         """Return S / |G|², the critical batch size; infinity if noise hides |G|², NaN before the first window."""
         gradient_squared = self.gradient_squared
         return inf if gradient_squared <= 0 else max(self.noise, 0.0) / gradient_squared
-
-    def reset(self) -> None:
-        """Forget all closed windows; the open window continues."""
-        for parameter in self.state:
-            ops.assign(parameter, ops.zeros_like(parameter))
 
     def bind(self, prefix: str) -> None:
         """See `Stage`. Raise ValueError if it belongs to another accumulator."""
@@ -126,14 +119,10 @@ class GradientNoiseScale(Stage):
         squares = square_sum(window["gradients"], window["unit"] / weight)
         squared = ops.square(norm_of(self.exchange.over(squares)))
         noise = spread - weight * squared
-        estimates = as_vector((noise, others * squared - noise / weight, others))
+        estimates = as_vector((noise, others * squared - noise / weight, others, weight, 1.0))
         # A NaN would stay in the means for ever.
         informative = ops.logical_and(others > 0, ops.isfinite(estimates.sum()))
         ops.assign(self._totals, ops.where(informative, self._totals * self.decay + estimates, self._totals))
-        ops.assign(self._sizes, self._sizes * self.decay + as_vector((weight, 1.0)))
-        one = (others > 0).astype(ms.int32)
-        counts = self._counts + 0
-        ops.assign(self._counts, ops.stack((counts[0] + one, (counts[1] + 1) * (1 - one))))
 
 
 def _ratio(numbers: np.ndarray) -> float:

@@ -4,20 +4,16 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING, Optional
 
 import mindspore as ms
 
-from ..arguments import instance_of, number, one_of, whole_number
-from .devices import DEVICES, free_memory, require_cann
-from .process import is_dry_run, pickled
-from .trial import idle_memory, run_trial
+from ..arguments import instance_of, one_of, whole_number
+from .process import DEVICES, free_memory
+from .trial import run_trial
 
 if TYPE_CHECKING:
     from .trial import MakeStep, Trial
-
-DRY_RUN = "dry run: memory is planned by MindSpore's Ascend backend; nothing was launched, times are not measured"
 
 
 class PlanError(RuntimeError):
@@ -44,14 +40,13 @@ class Plan:
     trials: tuple[Trial, ...]  # all of them, in order
 
     def __str__(self) -> str:
-        smaller = "" if self.microbatch * self.accumulate_step == self.batch_size else " (the last one smaller)"
         alone = "\nthe batch fits as a whole: you need no accumulation" if self.accumulate_step == 1 else ""
         return (f"{table(self.trials)}\nbatch {self.batch_size:,} = accumulate_step {self.accumulate_step:,} x "
-                f"microbatch {self.microbatch:,}{smaller}: {size(self.peak)} of {size(self.memory_limit)}{alone}")
+                f"microbatch {self.microbatch:,}: {size(self.peak)} of {size(self.memory_limit)}{alone}")
 
 
 def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Optional[int] = None,
-                     device_target: Optional[str] = None, timeout: Optional[float] = None,
+                     device_target: Optional[str] = None,
                      on_trial: Callable[[Trial], None] = lambda trial: None) -> Plan:
     """Find the largest microbatch that fits into memory, in a few trials, each in a separate process.
 
@@ -59,10 +54,9 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
         plan.microbatch, plan.accumulate_step  # 256, 4
 
     A trial builds a step and calls it `accumulate_step + 1` times, past an update, so that all memory that training
-    needs is allocated. Trials bisect the divisors of the batch size. If two divisors differ by more than a factor of 2
-    (e.g. for a prime batch size), microbatches in between are tried, too; then the last microbatch of each window is
-    smaller. A trial that runs out of memory does no harm; on CPU, a trial that exceeds the limit is stopped at once.
-    Memory of processes that a trial starts (workers of a dataset) is not counted.
+    needs is allocated. Trials bisect the divisors of the batch size. A trial that runs out of memory does no harm; on
+    CPU, a trial that exceeds the limit is stopped at once. Memory of processes that a trial starts (workers of a
+    dataset) is not counted.
 
     Args:
         make_step: `(microbatch) -> step`: builds network, optimizer, accumulator and data for microbatches of
@@ -72,22 +66,18 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
             own work below `if __name__ == "__main__":`.
         batch_size: Number of samples in the batch of one update.
         memory_limit: Limit in bytes. None: on CPU, 90 % of the memory that is free on this machine and allowed to this
-            process (its cgroup); on another device, 90 % of its memory; in a dry run, 90 % of 64 GiB.
+            container; on another device, 90 % of 64 GiB.
         device_target: "CPU", "GPU" or "Ascend". On "CPU", the peak resident memory of the process is measured,
-            including the compiler; on "GPU" and "Ascend", `mindspore.runtime.max_memory_reserved` (not tested, for lack
-            of the hardware). "Ascend" on a machine without an NPU, or with MindSpore's variable `MS_SIMULATION_LEVEL`
-            set, is a dry run, which needs CANN but no device: the step is compiled and its memory planned, all values
-            read as 0, and no times are measured. None: MindSpore's current device.
-        timeout: Time limit of a trial in seconds. None: no limit.
+            including the compiler (about 400 MiB without a step); on "GPU" and "Ascend",
+            `mindspore.runtime.max_memory_reserved` (not tested, for lack of the hardware). "Ascend" on a machine
+            without an NPU, or with MindSpore's variable `MS_SIMULATION_LEVEL` set, is a dry run, which needs CANN but
+            no device: the step is compiled and its memory planned, and all values read as 0.
+            None: MindSpore's current device.
         on_trial: Function that is called with each finished trial, e.g. to show progress.
 
     Raises:
-        TypeError: If an argument is of the wrong kind.
-        ValueError: If an argument is out of range, `make_step` cannot be imported, or the device (in a dry run, CANN)
-            is not available.
-        PlanError: If not even one sample fits; the message holds the table and, on CPU, the memory of a process without
-            a step. Also if a trial takes longer than `timeout`, or fails for a reason other than memory; the message
-            holds its error.
+        TypeError, ValueError: If an argument is of the wrong kind or out of range.
+        PlanError: If not even one sample fits, or a trial fails for a reason other than memory.
 
     Source: PyTorch Lightning's batch size finder and HF Accelerate's `find_executable_batch_size`, which try sizes in
     the training process until one raises an error.
@@ -102,64 +92,45 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
         ...     print(plan.microbatch, plan.accumulate_step)
         1 2
     """
-    pickled(instance_of("make_step", make_step, Callable, "a function `(microbatch) -> step`"))
+    instance_of("make_step", make_step, Callable, "a function `(microbatch) -> step`")
     device_target = one_of("device_target", device_target, (*DEVICES, None)) or ms.get_context("device_target")
-    if timeout is not None:
-        number("timeout", timeout, lambda seconds: seconds > 0, "a number of seconds > 0, or None")
     batch_size = whole_number("batch_size", batch_size, "give the samples of an update")
     memory_limit = (free_memory(device_target) if memory_limit is None
                     else whole_number("memory_limit", memory_limit, "give bytes, e.g. 4 * 2**30, or None"))
-    if is_dry_run(device_target):
-        require_cann()
     trials: list[Trial] = []
 
     def fits(microbatch: int) -> bool:
-        trial = run_trial(make_step, microbatch, -(-batch_size // microbatch), device_target, memory_limit, timeout)
+        trial = run_trial(make_step, microbatch, batch_size // microbatch, device_target, memory_limit)
         trials.append(trial)
         on_trial(trial)
         if trial.ended == "failed":
             raise PlanError(f"the trial of a microbatch of {microbatch:,} failed: {trial.reason}", trials)
         return trial.fits
 
-    descending = candidates(batch_size)[::-1]
+    descending = candidates(batch_size)
     index = bisect_left(descending, True, key=fits)
     if index == len(descending):
-        idle = idle_memory(make_step) if device_target == "CPU" else 0
-        raise PlanError(f"{_nothing_fits(memory_limit, idle)}\n{table(trials)}", trials)
+        raise PlanError(f"not even a microbatch of 1 fits into {size(memory_limit)}; allow more memory, or make the "
+                        f"network smaller\n{table(trials)}", trials)
     found = next(trial for trial in trials if trial.microbatch == descending[index])
     assert found.peak is not None  # it was completed
     return Plan(batch_size, found.microbatch, found.accumulate_step, found.peak, memory_limit, tuple(trials))
 
 
-def _nothing_fits(memory_limit: int, idle: int) -> str:
-    """Return the message if nothing fits. A process without a step takes `idle` bytes; 0 if that is unknown."""
-    if idle >= memory_limit:
-        return (f"memory_limit is {size(memory_limit)}, but a process that has imported MindSpore and the module of "
-                f"make_step takes {size(idle)} without a step; give a limit above that")
-    taken = f", of which the process takes {size(idle)} without a step" if idle else ""
-    return (f"not even a microbatch of 1 fits into {size(memory_limit)}{taken}; allow more memory, or make the network "
-            "smaller")
-
-
 def candidates(batch_size: int) -> list[int]:
-    """Return the divisors of a batch size, and in gaps of more than a factor of 2 one microbatch per window length."""
+    """Return the divisors of a batch size, the largest first."""
     small = [d for d in range(1, int(batch_size**0.5) + 1) if batch_size % d == 0]
-    divisors = sorted({*small, *(batch_size // d for d in small)})
-    gaps = [(low, high) for low, high in pairwise(divisors) if high > 2 * low]
-    return sorted({*divisors, *(-(-batch_size // pieces) for low, high in gaps
-                                for pieces in range(batch_size // high + 1, batch_size // low))})
+    return sorted({*small, *(batch_size // d for d in small)}, reverse=True)
 
 
 def table(trials: Sequence[Trial]) -> str:
     """Return a table with a line for each trial."""
-    lines = ["microbatch  accumulate_step        peak   seconds"]
+    lines = ["microbatch  accumulate_step        peak"]
     for trial in sorted(trials, key=lambda trial: trial.microbatch):
-        at_least = "" if trial.ended == "completed" or trial.seconds is None else "> "
-        peak = "?" if trial.peak is None else f"{at_least}{size(trial.peak)}"
-        seconds = "-" if trial.seconds is None else f"{trial.seconds:.1f}"
-        lines.append(f"{trial.microbatch:10,}  {trial.accumulate_step:15,}  {peak:>10}  {seconds:>8}  "
+        peak = "?" if trial.peak is None else f"{'' if trial.fits else '> '}{size(trial.peak)}"
+        lines.append(f"{trial.microbatch:10,}  {trial.accumulate_step:15,}  {peak:>10}  "
                      f"{'fits' if trial.fits else trial.ended}")
-    return "\n".join([*lines, DRY_RUN] if any(trial.seconds is None for trial in trials) else lines)
+    return "\n".join(lines)
 
 
 def size(number: int) -> str:

@@ -2,11 +2,8 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
-import resource
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf
@@ -14,15 +11,17 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from time import monotonic
 from typing import Any, NamedTuple, Optional
 
-import psutil
-
+DEVICES = ("CPU", "GPU", "Ascend")
 _POLL_SECONDS = 0.02
 _OUT_OF_MEMORY = re.compile(r"MemoryError|bad_alloc|(out of|not enough|cannot allocate) memory|memory not enough|"
                             r"alloc\w* .{0,80}fail", re.IGNORECASE)
 _LEVEL = "MS_SIMULATION_LEVEL"  # MindSpore's own; 1 compiles and plans memory, without a device
+_USED = 0.9  # of the free memory; the rest is left to other processes
+_LIMITS = "memory.max", "memory/memory.limit_in_bytes"  # of the memory of a container, in both versions of cgroups
+_UNGUARDED = ('before it began; a script needs `if __name__ == "__main__":` around code that must not run in each '
+              "trial")
 
 
 class Outcome(NamedTuple):
@@ -31,7 +30,7 @@ class Outcome(NamedTuple):
     ended: str  # "completed", "beyond the limit" (stopped for it), "out of memory" or "failed"
     reason: str = ""  # why it failed, in one line
     result: Any = None  # what the function returned
-    peak: Optional[int] = None  # bytes: on CPU, the most memory that it held; for a stopped one, that was seen
+    peak: Optional[int] = None  # bytes: the most memory that it held; for a stopped one, that was seen
 
 
 def is_dry_run(device_target: str) -> bool:
@@ -39,35 +38,41 @@ def is_dry_run(device_target: str) -> bool:
     return device_target == "Ascend" and bool(os.environ.get(_LEVEL) or not any(Path("/dev").glob("davinci[0-9]*")))
 
 
-def in_a_process(device_target: str, function: Callable, *arguments: Any, memory_limit: float = inf,
-                 timeout: Optional[float] = None) -> Outcome:
+def free_memory(device_target: str) -> int:
+    """Return 90 % of the memory in bytes that is free here and allowed to this container; of a device, of 64 GiB."""
+    if device_target != "CPU":
+        return int(_USED * 2**36)
+    free = [_bytes_of("/proc/meminfo", "MemAvailable")]
+    for limit in _LIMITS:
+        with suppress(OSError, ValueError):  # there is none
+            free.append(int(Path("/sys/fs/cgroup", limit).read_text(encoding="ascii")))
+    return int(_USED * min(free))
+
+
+def in_a_process(device_target: str, function: Callable, *arguments: Any, memory_limit: float = inf) -> Outcome:
     """Call a function in a new process; it makes a dry run if `is_dry_run` says so.
 
-    On CPU, the process is stopped when it holds more than `memory_limit` bytes. After `timeout` seconds, it fails.
+    On CPU, the process is stopped when it holds more than `memory_limit` bytes.
     """
     receiver, sender = get_context("spawn").Pipe(duplex=False)
     with TemporaryDirectory() as folder:
-        log = Path(folder, "output")
+        log, peak = Path(folder, "output"), None
         dry = {_LEVEL: "1", "MS_DEV_SAVE_GRAPHS_PATH": folder}
         variables = dry if is_dry_run(device_target) else {}
         process: Any = get_context("spawn").Process(target=_child, args=(sender, log, variables, function, arguments))
         process.start()
         sender.close()
-        seen, end = None, monotonic() + (timeout or inf)
         try:
             while not receiver.poll(_POLL_SECONDS) and process.is_alive():
-                if device_target == "CPU":
-                    seen = max(_resident(process.pid), seen or 0)
-                if (seen or 0) > memory_limit:
-                    return Outcome("beyond the limit", peak=seen)
-                if monotonic() > end:
-                    return Outcome("failed", f"it did not finish within {timeout:g} s", peak=seen)
+                with suppress(OSError, TypeError):  # it may just have ended
+                    peak = most_held(process.pid)
+                if device_target == "CPU" and (peak or 0) > memory_limit:
+                    return Outcome("beyond the limit", peak=peak)
             with suppress(EOFError):
                 if receiver.poll():
-                    outcome: Outcome = receiver.recv()
-                    return outcome._replace(peak=max(seen or 0, outcome.peak or 0) if device_target == "CPU" else None)
+                    return receiver.recv()
             process.join()
-            return _cause_of_death(process.exitcode, log)._replace(peak=seen)
+            return _cause_of_death(process.exitcode, log)._replace(peak=peak)
         finally:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)  # also its children; before it has its own group, it has none
@@ -76,35 +81,27 @@ def in_a_process(device_target: str, function: Callable, *arguments: Any, memory
             receiver.close()
 
 
-def _resident(pid: int) -> int:
-    with suppress(psutil.Error):  # it may just have ended
-        return psutil.Process(pid).memory_info().rss
-    return 0
+def most_held(pid: object = "self") -> int:
+    """Return the most memory in bytes that a process has held since it began."""
+    return _bytes_of(f"/proc/{pid}/status", "VmHWM")  # not `ru_maxrss`, which begins with that of its parent
 
 
-def _most_resident() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _bytes_of(file: str, name: str) -> int:
+    kibibytes: Any = re.search(rf"^{name}:\s+(\d+) kB$", Path(file).read_text(encoding="utf-8"), re.MULTILINE)
+    return int(kibibytes[1]) * 1024
 
 
 def _cause_of_death(status: int, log: Path) -> Outcome:
     lines = [line.strip() for line in log.read_text(errors="replace").split("\n")] if log.exists() else []
     if status == -signal.SIGKILL or (status < 0 and any(map(_OUT_OF_MEMORY.search, lines[-20:]))):
         return Outcome("out of memory")
-    how = f"its process ended with {signal.Signals(-status).name if status < 0 else f'status {status}'}"
     last = next(filter(None, reversed(lines)), "")
-    return Outcome("failed", f"{how}: {last}" if last else (
-        f'{how} before it began; a script needs `if __name__ == "__main__":` around code that must not run in each '
-        'trial'))
+    return Outcome("failed", f"its process ended with status {status}{f': {last}' if last else f' {_UNGUARDED}'}")
 
 
 def _child(sender: Connection, log: Path, variables: dict[str, str], function: Callable, arguments: tuple) -> None:
-    # Linux starts the peak of a new program with that of the process that started it (here the planning one), and
-    # psutil has no peak on Linux. If this process outgrows the start, `ru_maxrss` is exact. If not, memory at the end
-    # and the samples of `in_a_process` count: MindSpore keeps what it has allocated, so little can be missed.
-    inherited = _most_resident()
     os.environ.update(variables)
-    with suppress(PermissionError):
-        os.setsid()
+    os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(output, stream)
@@ -116,19 +113,4 @@ def _child(sender: Connection, log: Path, variables: dict[str, str], function: C
         lines = [line.strip() for line in str(error).split("\n") if line.strip()]
         reason = ": ".join([type(error).__name__, *lines[:1]])
         outcome = Outcome("out of memory" if _OUT_OF_MEMORY.search(reason) else "failed", reason)
-    most = _most_resident()
-    sender.send(outcome._replace(peak=most if most > inherited else _resident(os.getpid())))
-
-
-def pickled(make_step: Callable) -> bytes:
-    """Pickle `make_step` by its module and name. Raise ValueError if another process would not find it."""
-    script = getattr(sys.modules["__main__"], "__file__", None) or ""
-    try:
-        if getattr(make_step, "__module__", None) == "__main__" and not Path(script).is_file():
-            raise AttributeError("it was defined in an interactive session")
-        return pickle.dumps(make_step)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        name = getattr(make_step, "__qualname__", None) or f"of type {type(make_step).__name__}"
-        raise ValueError(f"make_step is {name}, which the processes of the trials cannot import ({error}); define it "
-                         "with `def` at the top level of a module or script (functools.partial of such a function "
-                         "works, too)") from error
+    sender.send(outcome._replace(peak=most_held()))

@@ -5,7 +5,6 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from time import monotonic
 from typing import Any, Optional
 
 import mindspore as ms
@@ -14,7 +13,7 @@ from ..arguments import instance_of
 from ..core.boundary import Boundary
 from ..core.graphs import straight
 from ..runtime import synchronize
-from .process import in_a_process, is_dry_run, pickled
+from .process import in_a_process, is_dry_run
 
 MakeStep = Callable[..., Any]  # returns a step, or a step and the train step, cell or Accumulator that it built
 
@@ -28,33 +27,28 @@ class Trial:
     peak: Optional[int]  # bytes of memory (for a stopped trial, the peak until then); None if unknown
     fits: bool
     ended: str  # "completed", "beyond the limit", "out of memory" or "failed"
-    seconds: Optional[float]  # None in a dry run
     reason: str = ""  # why it did not complete
 
 
 def run_trial(make_step: MakeStep, microbatch: int, accumulate_step: int, device_target: str,
-              memory_limit: float = inf, timeout: Optional[float] = None) -> Trial:
+              memory_limit: float = inf) -> Trial:
     """Build a step and call it `accumulate_step + 1` times, past an update; see `planning.plan_micro_batch`."""
-    start, dry = monotonic(), is_dry_run(device_target)
+    dry = is_dry_run(device_target)
     ended, reason, of_device, of_process = in_a_process(
-        device_target, peak_of, pickled(make_step), device_target, microbatch, accumulate_step + 1,
-        memory_limit=memory_limit, timeout=timeout)
-    peak = of_device or of_process
+        device_target, peak_of, pickle.dumps(make_step), device_target, microbatch, accumulate_step + 1,
+        memory_limit=memory_limit)
+    peak = of_process if device_target == "CPU" else of_device
     if dry and ended == "out of memory":
         ended, reason = "failed", "this machine ran out of memory, not the planned NPU"
     elif dry and ended == "failed":
-        reason += " (if the step reads values: in a dry run, all are 0)"
+        reason += " (a dry run needs CANN, with its set_env.sh sourced, and reads all values as 0)"
     elif ended == "completed" and (peak or 0) > memory_limit:
         ended = "beyond the limit"
-    return Trial(microbatch, accumulate_step, peak, ended == "completed", ended,
-                 None if dry else monotonic() - start, reason)
+    return Trial(microbatch, accumulate_step, peak, ended == "completed", ended, reason)
 
 
 def made_step(make_step: bytes, device_target: str, microbatch: int, **options: Any) -> tuple[Callable[[], Any], Any]:
-    """Call the pickled `make_step` for a device. Return the step, and the object that it built or None.
-
-    Raise TypeError if the step cannot be called.
-    """
+    """Call the pickled `make_step` for a device. Return the step, and the object that it built or None."""
     if ms.get_context("device_target") != device_target:
         ms.set_device(device_target)
     if is_dry_run(device_target):
@@ -65,9 +59,6 @@ def made_step(make_step: bytes, device_target: str, microbatch: int, **options: 
     if ms.get_context("device_target") != device_target:
         raise ValueError(f"make_step, or its module, set the device {ms.get_context('device_target')}, expected "
                          f"{device_target}; leave the choice of the device to the plan")
-    if not callable(step):
-        raise TypeError(f"make_step({microbatch}) returned {type(step).__name__}, expected a function that runs one "
-                        "train step")
     return step, built
 
 
@@ -92,14 +83,3 @@ def peak_of(make_step: bytes, device_target: str, microbatch: int, steps: int) -
     if device_target == "CPU":
         return None
     return ms.runtime.max_memory_allocated() if dry else ms.runtime.max_memory_reserved()
-
-
-def idle_memory(make_step: MakeStep) -> int:
-    """Return the memory in bytes of a trial's process on CPU without a step; 0 if it fails."""
-    outcome = in_a_process("CPU", _idle, pickled(make_step))
-    return (outcome.peak or 0) if outcome.ended == "completed" else 0
-
-
-def _idle(make_step: bytes) -> None:
-    pickle.loads(make_step)  # imports its module
-    (ms.Tensor(1.0) + 1.0).asnumpy()  # starts MindSpore's runtime

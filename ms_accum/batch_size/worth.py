@@ -1,14 +1,13 @@
 """Recommend a window length: measure the noise scale, and compare windows of 1, 2, 4, ... microbatches."""
 from __future__ import annotations
 
-import inspect
-from math import inf, isfinite, log2, sqrt
+import pickle
+from math import inf, isfinite, log2
 from typing import TYPE_CHECKING, Optional
 
-from .devices import free_memory
 from .noise_scale import GradientNoiseScale
 from .planning import PlanError
-from .process import in_a_process, is_dry_run, pickled
+from .process import free_memory, in_a_process
 from .trial import made_step
 
 if TYPE_CHECKING:
@@ -16,26 +15,11 @@ if TYPE_CHECKING:
     from .trial import MakeStep
 
 _CAPTION = """\
-lr: factor on the learning rate of the planned batch; updates, samples: to the same loss, relative to the least
+updates, samples: to the same loss, relative to the least
 measured on one device, in one state: the noise scale grows while the loss falls"""
 
 
-def require_measurable(make_step: MakeStep, batch_size: int, device_target: str) -> None:
-    """Raise ValueError if the noise scale cannot be measured with the step of `make_step`."""
-    if is_dry_run(device_target):
-        raise ValueError("a dry run for Ascend computes no gradients, so it has no noise scale; measure it on a device")
-    if batch_size == 1:
-        raise ValueError("the batch has 1 sample, expected at least 2; the noise scale compares parts of a batch")
-    try:
-        inspect.signature(make_step).bind(1, accumulate_step=1, stages=())
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the noise scale cannot be measured: {error}; write `def make_step(microbatch, "
-                         "accumulate_step=None, stages=())`, and give both to make_train_step or Accumulator"
-                         ) from error
-
-
-def measure_noise(make_step: MakeStep, plan: Plan, windows: int, device_target: str = "CPU",
-                  timeout: Optional[float] = None) -> float:
+def measure_noise(make_step: MakeStep, plan: Plan, windows: int, device_target: str = "CPU") -> float:
     """Measure the noise scale in samples over windows of the planned batch, while the network trains in a new process.
 
     The step of `make_step(microbatch, accumulate_step=..., stages=...)` trains on one microbatch of shuffled data,
@@ -43,11 +27,11 @@ def measure_noise(make_step: MakeStep, plan: Plan, windows: int, device_target: 
     compared, and norms need memory. The result is infinity if noise hides the gradient, and NaN if no window was
     finite.
 
-    Raise PlanError if the process fails, runs out of memory or takes longer than `timeout` seconds.
+    Raise PlanError if the process fails or runs out of memory.
     """
     parts = 2 if plan.microbatch > 1 else 1
-    outcome = in_a_process(device_target, noise_of, pickled(make_step), device_target, plan.microbatch // parts,
-                           plan.accumulate_step * parts, windows, timeout=timeout,
+    outcome = in_a_process(device_target, noise_of, pickle.dumps(make_step), device_target,
+                           plan.microbatch // parts, plan.accumulate_step * parts, windows,
                            memory_limit=max(plan.memory_limit, free_memory("CPU")))
     if outcome.ended != "completed":
         raise PlanError(f"measuring the noise scale failed: {outcome.reason or outcome.ended}", plan.trials)
@@ -60,7 +44,7 @@ def noise_of(make_step: bytes, device_target: str, microbatch: int, accumulate_s
     step, _ = made_step(make_step, device_target, microbatch, accumulate_step=accumulate_step, stages=(noise_scale,))
     for _ in range(windows * accumulate_step):
         step()
-    closed = noise_scale.windows[0]
+    closed = round(noise_scale.windows)
     if not windows / 2 <= closed <= windows:  # a loss scaler may have dropped some
         raise ValueError(f"{closed} windows were measured in {windows} * {accumulate_step} microbatches, expected "
                          f"{windows}; let make_step give accumulate_step and stages to make_train_step or "
@@ -85,11 +69,10 @@ def table(plan: Plan, noise: float) -> str:
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training" (2018), sections 2.2 and 2.3.
     """
-    lines = ["accumulate_step     batch  lr (SGD)  lr (Adam)  updates  samples"]
+    lines = ["accumulate_step     batch  updates  samples"]
     for n in lengths_of(plan):
-        batch, factor = n * plan.microbatch, n / plan.accumulate_step
-        lines.append(f"{n:15,}  {batch:8,}  {factor:8.3g}  {sqrt(factor):9.3g}  {1 + noise / batch:7.3g}  "
-                     f"{1 + batch / noise if noise else inf:7.3g}")
+        batch = n * plan.microbatch
+        lines.append(f"{n:15,}  {batch:8,}  {1 + noise / batch:7.3g}  {1 + batch / noise if noise else inf:7.3g}")
     best, microbatch = longest_within(plan, noise), plan.microbatch
     if best is None:
         answer = f"the noise scale is unknown ({'noise hides the gradient' if noise == inf else noise}): measure more"

@@ -3,22 +3,19 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from functools import partial
 
 from ..check.equivalence import check_equivalence
-from .files import write_json
-from .options import add_command, imported, number, output, reporting
+from .files import file_to_write, write_json
+from .options import add_command, imported, reporting, whole_number
 
 DESCRIPTION = """\
-Check whether accumulation is exact for a network. The command computes the gradient of a batch twice, undivided and
-accumulated over its pieces, and prints the largest difference. It names each layer or loss that causes a difference,
-with a remedy.
+Compute the gradient of a batch twice, undivided and accumulated over its pieces, and print the largest difference and
+each layer or loss that causes it, with a remedy.
 
-MODULE:FUNCTION names a function without arguments, in a module that can be imported from the current folder. The
-function returns (forward_fn, network, batch) or (forward_fn, network, batch, weight_fn), as for
-ms_accum.make_train_step; batch is a tuple or a dict of Tensors.
+FUNCTION returns (forward_fn, network, batch) or (forward_fn, network, batch, weight_fn), as for make_train_step; batch
+is a tuple or a dict of Tensors.
 
-Exit status: 0 if accumulation is exact up to rounding, 1 if it is not, 2 if the check cannot tell or could not run."""
+Exit status: 0 if accumulation is exact, 1 if it is not, 2 if the check cannot tell or could not run"""
 
 EXAMPLES = """\
 examples:
@@ -30,11 +27,11 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
     """Add `check` to the commands of `ms-accum`."""
     add = add_command(subcommands, "check", run, "check whether accumulation is exact for your network", DESCRIPTION,
                       EXAMPLES).add_argument
-    add("case", metavar="MODULE:FUNCTION", help="a function that returns forward_fn, network and batch")
-    add("--pieces", type=partial(number, int, lambda n: n >= 2, "a whole number from 2"), default=4, metavar="K",
-        help="number of pieces that the batch is cut into (default: %(default)s)")
+    add("case", metavar="MODULE:FUNCTION", help="e.g. train:make_case for train.py")
+    add("--pieces", type=whole_number(2), default=4, metavar="K",
+        help="pieces of the batch (default: %(default)s)")
     add("--has-weight", action="store_true", help="forward_fn returns (loss, weight)")
-    add("--json", type=output(), metavar="FILE", help="write the report")
+    add("--json", type=file_to_write, metavar="FILE", help="write the report")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,34 +1,33 @@
-"""Write the files of a command: replace them atomically, and print their names."""
+"""The file that a command writes: check its name before, replace it atomically, and print its name."""
 from __future__ import annotations
 
+import argparse
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 
+def file_to_write(text: str) -> Path:
+    """Return the path of a file to write, as the type of an option. Raise ArgumentTypeError if it cannot be written."""
+    path = Path(text)
+    try:
+        if path.exists() and not path.is_file():
+            raise OSError(None, "it is not a regular file")
+        with TemporaryDirectory(dir=path.parent, prefix=path.name):
+            return path
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {path} ({error.strerror}); name a new file, or one to "
+                                         "overwrite, in a folder that exists") from error
+
+
 def write_json(path: Path, figures: dict[str, Any]) -> None:
-    """Write `figures`, with null for NaN and infinity, and text for values that JSON does not support."""
+    """Replace the file by `figures`, with null for NaN and infinity, and text for values that JSON does not support."""
     figures = json.loads(json.dumps(figures, default=str), parse_constant=lambda constant: None)
-    write_file(path, lambda part: part.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8"))
-
-
-def write_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` write a file, then replace `path` by it."""
     with TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as folder:
         part = Path(folder) / path.name
-        write(part)
+        part.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
         os.replace(part, path)
-    say_written(path)
-
-
-def say_written(path: Path) -> None:
-    """Print the name of a file that was written."""
-    print(f"wrote {printable(path)}", flush=True)
-
-
-def printable(path: object) -> str:
-    """Return a path as text that stdout can encode; a file name need not be UTF-8."""
-    return str(path).encode(errors="backslashreplace").decode()
+    # A file name need not be UTF-8.
+    print(f"wrote {str(path).encode(errors='backslashreplace').decode()}", flush=True)

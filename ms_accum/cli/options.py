@@ -1,4 +1,4 @@
-"""Define commands, and read the values of their options: numbers, files to write, and functions by name."""
+"""Define commands, and read the values of their options: numbers, and functions by name."""
 from __future__ import annotations
 
 import argparse
@@ -8,10 +8,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
-from importlib.util import find_spec
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from ..arguments import LARGEST_INT32, instance_of
 
@@ -28,36 +24,14 @@ def add_command(subcommands: argparse._SubParsersAction, name: str, run: Callabl
     return parser
 
 
-def number(convert: Callable[[str], float], accepts: Callable[[float], bool], expected: str, text: str) -> float:
-    """Return the number in `text`. Raise ArgumentTypeError unless `convert` and `accepts` accept it."""
-    with suppress(ValueError):
-        if accepts(value := convert(text)):
-            return value
-    raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
-
-
-count = partial(number, int, lambda n: 1 <= n <= LARGEST_INT32, f"a whole number from 1 to {LARGEST_INT32}")
-
-
-def output(*suffixes: str) -> Callable[[str], Path]:
-    """Return the type of an option for a file to write; it raises ArgumentTypeError if the file cannot be written."""
-    def file(text: str) -> Path:
-        path = Path(text)
-        if suffixes == (".png",) and find_spec("matplotlib") is None:
-            raise argparse.ArgumentTypeError("matplotlib is not installed; install it, e.g. with "
-                                             f"{sys.executable} -m pip install matplotlib")
-        if suffixes and path.suffix not in suffixes:
-            raise argparse.ArgumentTypeError(f"{path} does not end in {' or '.join(suffixes)}; name the file "
-                                             f"{path.stem or 'name'}{suffixes[0]}")
-        try:
-            if path.exists() and not path.is_file():
-                raise OSError(None, "it is not a regular file")
-            with TemporaryDirectory(dir=path.parent, prefix=path.name):
-                return path
-        except OSError as error:
-            raise argparse.ArgumentTypeError(f"cannot write {path} ({error.strerror}); name a new file, or one to "
-                                             "overwrite, in a folder that exists") from error
-    return file
+def whole_number(least: int) -> Callable[[str], int]:
+    """Return the type of an option for a whole number from `least`; it raises ArgumentTypeError for others."""
+    def number(text: str) -> int:
+        with suppress(ValueError):
+            if least <= int(text) <= LARGEST_INT32:
+                return int(text)
+        raise argparse.ArgumentTypeError(f"expected a whole number from {least} to {LARGEST_INT32}, got {text!r}")
+    return number
 
 
 def imported(name: str, example: str) -> Callable:

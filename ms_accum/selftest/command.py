@@ -17,9 +17,9 @@ import numpy as np
 from mindspore import Tensor, ops
 
 from ..arguments import one_line
-from ..cli.files import write_json
+from ..cli.files import file_to_write, write_json
 from ..cli.interrupts import raise_if_interrupted
-from ..cli.options import add_command, output
+from ..cli.options import add_command
 from ..cli.process import join_ranks, versions
 from ..core.kernels import SWITCH
 from ..distributed.meeting import world_size
@@ -67,7 +67,7 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
     add("--quick", action="store_true", help="float32 only, and each check with one driver: 15 seconds on 2 cores")
     add("--rows", metavar="TEXT",
         help='run only the rows of this check, driver or dtype, e.g. "clipping"; TEXT is the beginning of a word')
-    add("--json", type=output(".json"), metavar="FILE", help="write versions, device, flags, rows and figures")
+    add("--json", type=file_to_write, metavar="FILE", help="write versions, device, flags, rows and figures")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -260,7 +260,7 @@ def test_a_device_on_which_nothing_moves_fails(monkeypatch, value):
     (["--rows", "no such row"], "no row has 'no such row' in its name; there are ragged windows, incomplete window, "),
     (["--rows", ""], "no row has '' in its name"),
     (["--device", "GPU"], "MindSpore cannot use GPU here"),
-    (["--json", "file.txt"], "does not end in .json"),
+    (["--json", "missing/file.json"], "cannot write missing/file.json"),
 ])
 def test_a_wrong_command_line(capsys, arguments, said):
     assert cli.main(["selftest", *arguments]) == 2

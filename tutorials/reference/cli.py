@@ -1,6 +1,7 @@
 """Write tutorials/reference/cli.md from what `ms-accum --help` and its commands print: `python PATH_OF_THIS_FILE`."""
 import io
 import os
+import re
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -12,9 +13,10 @@ INTRODUCTION = """\
 
 The command `ms-accum` [checks](../guide/check.md) whether accumulation is exact for a network, \
 [plans](../guide/batch-size.md) a microbatch, and [tests](../guide/selftest.md) \
-itself on your device. This page shows the output of its `--help`.
+itself on your device. This page shows what `--help` prints, without its examples.
 """
-COMMANDS = ((), ("check",), ("plan",), ("selftest",))
+COMMANDS = "check", "plan", "selftest"
+EXAMPLES = re.compile(r"\nexamples:\n(  .*\n)+")
 
 
 def text():
@@ -26,8 +28,8 @@ def text():
 def section(command):
     """Return a heading and the help of a command."""
     with redirect_stdout(io.StringIO()) as printed:
-        main([*command, "--help"])
-    return f"\n## {' '.join(['ms-accum', *command])}\n\n```text\n{printed.getvalue().rstrip()}\n```\n"
+        main([command, "--help"])
+    return f"\n## ms-accum {command}\n\n```text\n{EXAMPLES.sub('', printed.getvalue()).rstrip()}\n```\n"
 
 
 if __name__ == "__main__":
