@@ -38,6 +38,8 @@ ACCEPTED = {
     (make_train_step, "batch_axis"): WHOLE | {"0", "2**31", "10**400"},
     (make_train_step, "weight_fn"): {"None", "class", "function"},
     (make_train_step, "has_aux"): {"True"},
+    (make_train_step, "loss_reduction"): set(),
+    (make_train_step, "network"): {"None"},
     (DataParallel, "sync"): {"None"},
     (DataParallel, "zero"): {"0", "2"},
     (DataParallel, "broadcast"): {"True"},

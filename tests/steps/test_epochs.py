@@ -3,20 +3,24 @@ import inspect
 import pickle
 from contextlib import nullcontext
 from copy import copy, deepcopy
-from functools import partial
 from itertools import chain, islice, repeat
 
-import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import amp, nn
+from mindspore import amp
 from mindspore.dataset import NumpySlicesDataset
 from support.modes import running
 from support.training import LOSS, sgd, step_of
 
-from ms_accum import TrainOneStepCell, make_grad_cache_step, make_train_step, until_weight
+from ms_accum import (
+    TrainOneStepCell,
+    load_checkpoint,
+    make_grad_cache_step,
+    make_train_step,
+    save_checkpoint,
+    until_weight,
+)
 from ms_accum.core.accumulator import Options
-from ms_accum.core.window import ADDED
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
@@ -32,24 +36,6 @@ def interrupted(data, error=KeyboardInterrupt):
     """Batches, and then an error of reading."""
     yield from data
     raise error("the disk is gone")
-
-
-def saved(step):
-    """What a file would hold: parameters, counts and place."""
-    counts, sums, _ = step.boundary.of_last_update()
-    trained = int(counts[ADDED]) - step.boundary.place.first
-    return [p.asnumpy().copy() for p in step.optimizer.parameters], counts, sums, (step.epochs, trained)
-
-
-def loaded(step, state):
-    held, counts, sums, place = state
-
-    def assign():
-        for parameter, value in zip(step.optimizer.parameters, held):
-            ms.ops.assign(parameter, ms.Tensor(value))
-
-    step.boundary.load(counts, sums, assign, place)
-    return step
 
 
 # --- what an epoch reads and trains -----------------------------------------------------------------------------------
@@ -132,163 +118,93 @@ def test_an_epoch_without_batches_and_one_that_is_left():
 # --- the place in the data --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("after", [0, 2, 3, 7])
-def test_a_run_goes_on_after_an_interrupt_and_after_a_load(after):
-    """By `skip=trained`, bit for bit, in the second epoch, too. Controls: a count of losses; `skip=0`."""
-    whole = step_of(3)
-    for _ in range(2):
-        list(whole.epoch(DATA))
-
-    def ended(step, skip):
-        list(step.epoch(DATA, skip=skip))
-        assert (step.epochs, step.trained) == (2, 0)
-        return parameters(step)
-
-    def stopped():
-        step, seen = step_of(3), []
-        list(step.epoch(DATA, skip=step.trained))
-        with pytest.raises(KeyboardInterrupt):
-            seen.extend(step.epoch(interrupted(DATA[:after])))
-        assert (step.epochs, step.trained) == (1, after)
-        return step, len(seen)
-
-    step, losses = stopped()
-    state = saved(step)
-    assert difference(ended(step, step.trained), parameters(whole)) == 0
-    again = loaded(step_of(3), state)
-    assert again.trained == after - after % 3  # where the open window began
-    assert difference(ended(again, again.trained), parameters(whole)) == 0
-    if after == 7:  # all is skipped, and the open window is applied
-        assert losses == 6
-    else:
-        step, losses = stopped()
-        step.reset()
-        assert difference(ended(step, 0), parameters(whole)) > 1e-4 or after < 3
-
-
 def test_what_is_skipped_is_read_and_not_looked_at():
-    """A loader that skips by itself gives placeholders. Fewer batches are an error, all of them end the epoch."""
-    step = loaded(step_of(2), (*saved(step_of(2))[:3], (0, 0)))
-    assert len(list(step.epoch(chain(repeat(None, 4), DATA[4:]), skip=4))) == 3
+    """A loader that skips by itself gives placeholders. If all are skipped, the open window is applied, and the epoch
+    ends; fewer batches are an error. Control: `skip=0` is another run."""
+    whole = step_of(3)
+    list(whole.epoch(DATA))
     rows = NumpySlicesDataset(tuple(np.concatenate([part.asnumpy() for part in parts]) for parts in zip(*DATA)),
                               ["x", "y"], shuffle=False).batch(6)
-    assert len(list(step.epoch(rows, skip=5))) == 2
-    assert list(step.epoch(DATA, skip=7)) == []
-    assert (step.epochs, step.trained) == (3, 0)
-    with pytest.raises(ValueError, match=r"^the data ended after 7 batches, expected the 8 that are to be skipped"):
-        list(step.epoch(DATA, skip=8))
-    assert (step.epochs, step.trained) == (3, 0)
+    for stopped, skip, given, losses in ((4, 4, chain(repeat(None, 4), DATA[4:]), 3), (5, 5, rows, 2), (7, 7, DATA, 0),
+                                         (3, 0, DATA, 7)):
+        step = step_of(3)
+        with pytest.raises(KeyboardInterrupt):
+            list(step.epoch(interrupted(DATA[:stopped])))
+        with pytest.raises(ValueError, match=r"^the data ended after 2 batches, expected the \d that are to"):
+            list(step.epoch(DATA[:2], skip=stopped))
+        assert (step.epochs, step.trained) == (0, stopped)
+        assert len(list(step.epoch(given, skip=skip))) == losses
+        assert (step.epochs, step.trained) == (1, 0)
+        assert (difference(parameters(step), parameters(whole)) == 0) == (skip > 0)
     for skip, error in ((-1, ValueError), (1.5, TypeError), (True, TypeError)):
         with pytest.raises(error, match=r"skip is .*, expected an int >= 0"):
             step.epoch(DATA, skip=skip)
 
 
-def test_a_file_from_inside_an_epoch_asks_how_many_batches_to_skip():
-    """Control: a file between two epochs does not, nor does an epoch that has begun again."""
-    step = step_of(2)
-    list(islice(step.epoch(DATA), 4))
-    again = loaded(step_of(2), saved(step))
-    with pytest.raises(RuntimeError, match="the loaded file stopped after 4 batches of an epoch; give all batches of"):
-        next(again.epoch(DATA))
-    assert len(list(again.epoch(DATA, skip=0))) == 7
-    assert len(list(again.epoch(DATA))) == 7
-    between = loaded(step_of(2), saved(again))
-    assert (between.epochs, len(list(between.epoch(DATA)))) == (2, 7)
-
-
-def test_reset_in_a_body_moves_on_and_after_an_error_goes_back():
+def test_reset_in_a_body_moves_on():
+    """After an error, it goes back: see test_errors.py. Control: without it, there is one update more."""
     step = step_of(3)
     for i, _ in enumerate(step.epoch(DATA)):
         if i == 1:
             step.reset()
             assert (step.trained, step.status().mini_step) == (2, 0)
     assert (step.update_step, step.epochs) == (2, 1)  # 3 + 2 of the 5 that were left
-    step, x = step_of(3, pieces=2), DATA[4]
-    bad = (x[0], ms.Tensor([0, 1, 2, 0, 1, 9], ms.int32))  # the second piece fails
-    with pytest.raises(RuntimeError, match="must be in"):
-        list(step.epoch([*DATA[:4], bad]))
-    with pytest.raises(RuntimeError, match=r"stopped a microbatch, so the open window may hold a part of it; call res"):
-        step.status()
-    step.reset()
-    assert step.trained == 3
-    whole = step_of(3, pieces=2)
-    list(whole.epoch(DATA))
-    list(step.epoch(DATA, skip=step.trained))
-    assert difference(parameters(step), parameters(whole)) == 0
+    list(step.epoch(DATA))
+    assert (step.update_step, step.epochs) == (5, 2)
 
 
 def test_an_empty_microbatch_counts_and_no_window_waits_for_another():
-    """Sentence 8. Control: without it, the windows are others."""
+    """Sentence 8. Control: where windows may be dropped, the one of weight 0 is no update."""
     empty = tuple(part[:0] for part in DATA[0])
-    for eager in (False, True):
-        step = step_of(2, eager=eager, has_aux=False)
+    for options, status in (({}, (3, 0, 3, 0, 0, 1, 12)), ({"eager": True}, (3, 0, 3, 0, 0, 1, 12)),
+                            ({"on_nonfinite": "skip_window"}, (2, 0, 3, 1, 0, 1, 12))):
+        step = step_of(2, **options)
         losses = list(step.epoch([DATA[0], empty, empty, empty, DATA[1]]))
-        status = step.status()
         assert [float(loss) == 0 for loss in losses] == [False, True, True, True, False]
-        assert (status.update_step, status.empty_windows, status.skipped, status.seen) == (3, 1, 0, 12)
-        assert (status.loss, status.weight) == (pytest.approx(float(losses[-1])), 6)
-    dropping = step_of(2, on_nonfinite="skip_window")
-    list(dropping.epoch([DATA[0], empty, empty, empty, DATA[1]]))
-    assert dropping.status()[:6] == (2, 0, 3, 1, 0, 1)
+        assert step.status()[:7] == status
+        assert step.status()[9:11] == (pytest.approx(float(losses[-1])), 6)
 
 
 # --- who owns a step --------------------------------------------------------------------------------------------------
 
-def call(step):
-    step(*DATA[0])
+def load(step):
+    save_checkpoint("run.safetensors", step.optimizer, step)
+    load_checkpoint("run.safetensors", step.optimizer, step)
 
 
-def another_loop(step):
-    next(step.epoch(DATA, skip=step.trained))
-
-
-def a_load(step):
-    loaded(step, saved(step))
+def allowed(step):
+    step.evaluate(DATA[:1])
+    save_checkpoint("run.safetensors", step.optimizer, step)
+    step.learning_rate *= 0.5
+    step.status()
 
 
 OWNED = r"^the train step was called, looped over or loaded inside {}, which owns it; begin a new loop"
+BREAKS = [lambda step: step(*DATA[0]), lambda step: next(step.epoch(DATA, skip=step.trained)), load]
 
 
-@pytest.mark.parametrize("breaks", [call, another_loop, a_load])
-def test_a_loop_raises_an_error_at_its_next_batch_after_a_call_another_loop_or_a_load(breaks):
-    """Controls: what is allowed in a body."""
+@pytest.mark.parametrize("breaks", BREAKS, ids=["a call", "another loop", "a load"])
+def test_a_loop_and_a_function_of_on_update_own_the_step(breaks):
+    """The loop raises an error at its next batch; the call that updated, when all functions have returned. Controls:
+    what is allowed in a body and in a function."""
     step = step_of(2)
     loop = step.epoch(DATA)
     next(loop)
     breaks(step)
     with pytest.raises(RuntimeError, match=OWNED.format("this loop over train_step.epoch")):
         next(loop)
-    step = step_of(2)
-    for i, _ in enumerate(step.epoch(DATA)):
-        step.evaluate(DATA[:1])
-        saved(step)
-        step.learning_rate *= 0.5
-        step.status()
-        if i == 2:
-            assert step.flush()
-    assert (step.epochs, step.update_step) == (1, 4)
-
-
-@pytest.mark.parametrize("breaks", [call, a_load, another_loop])
-def test_a_function_of_on_update_owns_the_step(breaks):
-    """The error comes from the call that updated, when all functions have returned. Control: what is allowed."""
-    for action in (breaks, lambda step: (step.evaluate(DATA[:1]), saved(step), step.status())):
+    for act in (breaks, allowed):
         step, calls = step_of(2), []
-
-        @step.on_update
-        def act(step, action=action, calls=calls):
-            calls.append("act")
-            action(step)
-
-        step.on_update(lambda step, calls=calls: calls.append("other"))
-        step(*DATA[0])
-        if action is breaks:
-            with pytest.raises(RuntimeError, match=OWNED.format("a function of on_update")):
-                step(*DATA[1])
-        else:
-            step(*DATA[1])
-        assert calls == ["act", "other"]
-        assert step.update_step >= 1 or breaks is a_load
+        step.on_update(act)
+        step.on_update(lambda step, calls=calls: calls.append(step.update_step))
+        with pytest.raises(RuntimeError, match=OWNED.format("a function of on_update")) if act is breaks else (
+                nullcontext()):
+            list(step.epoch(DATA))
+        assert len(calls) == (1 if act is breaks else 4)
+    for i, _ in enumerate(step.epoch(DATA)):
+        allowed(step)
+        assert i != 2 or step.flush()
+    assert (step.epochs, step.update_step) == (2, 8)
 
 
 def test_functions_are_called_after_updates_logs_first_and_never_for_a_dropped_window():
@@ -347,23 +263,15 @@ def test_what_is_no_function_of_an_update_is_an_error(function, every, error, me
 
 
 def test_what_changed_since_the_last_epoch_is_an_error():
-    """A frozen parameter, new memory, a used-up list of rates, an option of the optimizer. Control: before, it works.
-    """
+    """A frozen parameter, a used-up list of rates. Control: exactly enough. New memory: see test_boundary.py."""
     network = MLP()
     step = make_train_step(mean_loss(network), sgd(network, [0.1, 0.1, 0.1]), 2)
-    assert len(list(step.epoch(DATA[:6]))) == 6  # exactly enough
+    assert len(list(step.epoch(DATA[:6]))) == 6
     with pytest.raises(ValueError, match=r"list of learning rates is used up, .*ms_accum\.updates_of"):
         next(step.epoch(DATA))
     network.first.bias.requires_grad = False
     with pytest.raises(ValueError, match=r"first\.bias has requires_grad=False, expected trainable parameters"):
         next(step.epoch(DATA))
-    network.first.bias.requires_grad = True
-    step = make_train_step(mean_loss(network), sgd(network), 2)
-    list(step.epoch(DATA[:2]))
-    network.first.bias.set_data(ms.Tensor(np.ones(5), ms.float32))
-    for refused in (lambda: next(step.epoch(DATA)), step.flush, lambda: step.evaluate(DATA)):
-        with pytest.raises(RuntimeError, match=r"^first\.bias was given new memory"):
-            refused()
 
 
 def test_single_calls_take_arrays_and_repr_says_where_it_stands():
@@ -380,36 +288,19 @@ def test_single_calls_take_arrays_and_repr_says_where_it_stands():
 
 
 LISTED = [lambda x, y: 1.0][0]
-STEP, DOOR = partial(make_train_step, LOSS), partial(TrainOneStepCell, nn.WithLossCell(MLP(), LOSS))
-CACHED = partial(make_grad_cache_step, LOSS, LOSS, pieces=2)
-SGD = sgd(MLP())
-
-
-@pytest.mark.parametrize(("error", "message", "given", "options"), [
-    (TypeError, "optimizer is of type int, expected a MindSpore optimizer", (3, 2), {}),
-    (TypeError, r"unexpected argument max_grad_norm; did you mean clip_norm\?", (SGD, 2), {"max_grad_norm": 1.0}),
-    (TypeError, r"gradient_accumulation_steps; did you mean accumulate_step\?", (SGD, 2),
-     {"gradient_accumulation_steps": 2}),
-    (ValueError, 'got a loss_scaler with on_nonfinite="skip_microbatch"', (SGD, 2),
-     {"loss_scaler": amp.StaticLossScaler(8), "on_nonfinite": "skip_microbatch"}),
-])
-def test_bad_arguments_are_errors_of_each_door(error, message, given, options):
-    for make in (STEP, DOOR, CACHED):
-        with pytest.raises(error, match=message):
-            make(*given, **options)
 
 
 @pytest.mark.parametrize(("error", "message", "options"), [
-    (ValueError, "pieces is 0, expected an int >= 1", {"pieces": 0}),
-    (ValueError, "loss_reduction is 'max', expected one of 'sum', 'mean'", {"loss_reduction": "max"}),
-    (TypeError, "has_aux is 1 of type int, expected True or False", {"has_aux": 1}),
+    (TypeError, r"gradient_accumulation_steps; did you mean accumulate_step\?", {"gradient_accumulation_steps": 2}),
+    (ValueError, 'got a loss_scaler with on_nonfinite="skip_microbatch"',
+     {"loss_scaler": amp.StaticLossScaler(8), "on_nonfinite": "skip_microbatch"}),
     (TypeError, "weight_fn is a lambda whose source.*define it with def", {"weight_fn": LISTED}),
     (ValueError, "got has_weight=True and a weight_fn, expected one of them", {"has_weight": True, "weight_fn": LOSS}),
-    (TypeError, "network is of type int, expected a Cell or a tuple of Cells", {"network": 3}),
 ])
-def test_bad_arguments_of_a_step_are_errors(error, message, options):
+def test_options_that_do_not_fit_are_errors(error, message, options):
+    """Junk as one option alone: test_arguments.py."""
     with pytest.raises(error, match=message):
-        STEP(SGD, 2, **options)
+        step_of(2, **options)
 
 
 def test_options_have_one_place():
