@@ -114,9 +114,9 @@ def test_the_way_of_a_microbatch_is_short():
 # Lines of Python in each room, today. They go down with each change that takes something away, and are raised only by
 # a commit whose subject says why.
 BUDGET = {
-    "__init__": 29, "__main__": 17, "arguments": 151, "batch_size": 558, "check": 868, "checkpoint": 572, "cli": 380,
-    "core": 1784, "distributed": 1000, "mindspore_api": 131, "model": 563, "runtime": 30, "selftest": 1383,
-    "steps": 1459, "tensors": 297,
+    "__init__": 29, "__main__": 17, "arguments": 151, "batch_size": 558, "check": 791, "checkpoint": 572, "cli": 380,
+    "core": 1793, "distributed": 1000, "mindspore_api": 131, "model": 563, "runtime": 30, "selftest": 1383,
+    "steps": 1456, "tensors": 297,
 }
 
 

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import TYPE_CHECKING, Optional, TypedDict, Union
 from warnings import warn
 
@@ -36,6 +37,7 @@ _LOST = ("buffer_dtype is {0} and windows may hold {1} gradients, expected at mo
 class HandOptions(TypedDict, total=False):
     """Name the options of `Accumulator`, with their types."""
 
+    min_weight: Optional[float]
     buffer_dtype: Optional[ms.Type]
     on_nonfinite: str
     max_skips: Optional[int]
@@ -53,16 +55,18 @@ class Options(HandOptions, total=False):
 def boundary_of(
     optimizer: Callable, accumulate_step: AccumulateStep, facts: dict[str, object], *, reduction: str = "mean",
     is_sum: bool = False, pieces: int = 1, needs_buffers: bool = False, eager: bool = False,
-    clip_norm: Optional[float] = None, buffer_dtype: Optional[ms.Type] = None, on_nonfinite: str = "apply",
-    max_skips: Optional[int] = 20, reducer: Optional[DataParallel] = None, stages: tuple[Stage, ...] = (),
-    loss_scaler: Optional[amp.LossScaler] = None,
+    clip_norm: Optional[float] = None, min_weight: Optional[float] = None, buffer_dtype: Optional[ms.Type] = None,
+    on_nonfinite: str = "apply", max_skips: Optional[int] = 20, reducer: Optional[DataParallel] = None,
+    stages: tuple[Stage, ...] = (), loss_scaler: Optional[amp.LossScaler] = None,
 ) -> Boundary:
     """Build a window and its boundary. `facts`: further settings that must be equal on all ranks."""
     parameters, length = checked_parameters(optimizer), WindowLength(accumulate_step)
     whole = tuple(map(whole_of, parameters))
     if clip_norm is not None:
         clip_norm = number("clip_norm", clip_norm, lambda norm: norm > 0, "a number > 0", "None does not clip")
-    checked = checked_stages(on_nonfinite, loss_scaler, stages)
+    if min_weight is not None:
+        min_weight = number("min_weight", min_weight, lambda least: 0 < least < inf, "a finite number > 0")
+    checked = checked_stages(on_nonfinite, loss_scaler, stages, is_sum)
     if max_skips is not None:
         max_skips = whole_number("max_skips", max_skips, "it is the most dropped windows in a row", minimum=0)
     dtypes = tuple(buffer_dtype_of(buffer_dtype, p.dtype) for p in whole)
@@ -75,14 +79,14 @@ def boundary_of(
     exchange = exchange_of(reducer, optimizer, parameters, dtypes if has_buffers else (), {
         "the optimizer": type(optimizer).__name__, "learning rates and options of the optimizer": rates.described(),
         "accumulate_step": length.description, "clip_norm": clip_norm, "reduction": reduction,
-        "on_nonfinite": on_nonfinite, "buffer_dtype": list(map(str, dtypes)),
+        "min_weight": min_weight, "on_nonfinite": on_nonfinite, "buffer_dtype": list(map(str, dtypes)),
         "stages": [repr(stage) if type(stage).__repr__ is not object.__repr__ else type(stage).__name__
                    for stage in checked], "max_skips": max_skips,
         "loss_scaler": loss_scaler and (type(loss_scaler).__name__, loss_scaler.scale_value.asnumpy().tolist()),
         **facts})
     if length.budget is not None:  # it is that of one rank
         length.budget *= exchange.inside
-    window = Window(optimizer, length, exchange, checked, reduction, is_sum, clip_norm,
+    window = Window(optimizer, length, exchange, checked, reduction, is_sum, clip_norm, min_weight or 0.0,
                     dtypes if has_buffers else None)
     return Boundary(window, rates, max_skips, eager)
 
@@ -128,6 +132,7 @@ class Accumulator(Uncopied):
         clip_norm: Largest global norm (> 0) of the accumulated, normalised gradient. `float("inf")` measures
             `grad_norm` without clipping. None computes no norm. Norms above 8e12 count as infinite.
         reduction: "mean" or "sum", as above. Required: the wrong one makes updates N times too large, or too small.
+        min_weight: With "mean", the least number (> 0) to divide a window by, also where all weights are 0. None: any.
         buffer_dtype: dtype of the buffers. None: the parameter's dtype, but float32 for float16 and bfloat16.
         on_nonfinite: What to do with gradients that hold NaN or infinity. "apply": apply them like other values.
             "skip_microbatch": give the microbatch (or the piece, if it is cut) the weight 0; it still counts in its

@@ -7,7 +7,7 @@ from math import ceil, inf
 from typing import Optional, Union
 
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Tensor, ops
 
 from ..arguments import LARGEST_INT32, instance_of, number, whole_number
 from ..mindspore_api import jit_class
@@ -44,10 +44,6 @@ class WindowLength:
     """
 
     def __init__(self, accumulate_step: AccumulateStep) -> None:
-        if isinstance(accumulate_step, (nn.LossBase, nn.Optimizer)):
-            raise TypeError(f"accumulate_step is of type {type(accumulate_step).__name__}, expected the number of "
-                            "microbatches in a window; give the optimizer second, accumulate_step third, and a loss "
-                            "function inside the network: nn.WithLossCell(network, loss_fn)")
         self.budget: Optional[float] = None
         self.lengths: tuple[tuple[int, int], ...] = ((0, 1),)
         if isinstance(accumulate_step, UntilWeight):

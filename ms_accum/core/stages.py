@@ -118,10 +118,15 @@ class Called:
 class SkipMicrobatch(Stage):
     """Give a microbatch or piece that is not finite the weight 0."""
 
+    def __init__(self, is_sum: bool) -> None:
+        self.is_sum = is_sum
+
     def weigh(self, gradients: Gradients, weight: Scalar) -> tuple[Scalar, Scalar]:
-        """See `Stage`. A piece that already has the weight 0 is ignored in any case, and is not tested."""
+        """See `Stage`. A mean that already has the weight 0 is ignored in any case, and is not tested."""
         weight = as_tensor(weight)
-        taken = ops.logical_or(ops.isfinite(finite_sum((*gradients, weight))), weight == 0)
+        taken = ops.isfinite(finite_sum((*gradients, weight)))
+        if not self.is_sum:
+            taken = ops.logical_or(taken, weight == 0)
         return ops.where(taken, weight, ops.zeros_like(weight)), cast(taken, ms.float32)
 
 
@@ -140,13 +145,7 @@ class LossScale(Stage):
 
     def __init__(self, scaler: amp.LossScaler) -> None:
         self.scaler = scaler
-        self.named = {name: value for name, value in vars(scaler).items() if isinstance(value, Parameter)}
-        self.state = tuple(self.named.values())
-
-    def bind(self, prefix: str) -> None:
-        """See `Stage`. Parameters of two scalers have equal names, and a scaler may have been another accumulator's."""
-        for name, parameter in self.named.items():
-            parameter.name = f"{prefix}.loss_scaler.{name}"
+        self.state = tuple(value for value in vars(scaler).values() if isinstance(value, Parameter))
 
     def loss_scale(self) -> Scalar:
         """See `Stage`."""
@@ -162,7 +161,7 @@ class AdjustedLossScale(LossScale):
         self.scaler.adjust(applied)
 
 
-def checked_stages(on_nonfinite: object, scaler: object, stages: object) -> tuple[Stage, ...]:
+def checked_stages(on_nonfinite: object, scaler: object, stages: object, is_sum: bool) -> tuple[Stage, ...]:
     """Return the stages in the order in which gradients pass them. Raise TypeError or ValueError if one is invalid."""
     one_of("on_nonfinite", on_nonfinite, ("apply", "skip_microbatch", "skip_window"))
     if scaler is not None and on_nonfinite == "skip_microbatch":
@@ -172,7 +171,7 @@ def checked_stages(on_nonfinite: object, scaler: object, stages: object) -> tupl
     given = instance_of("stages", stages, (tuple, list), "a tuple of stages")
     own = tuple(instance_of(f"stages[{i}]", stage, Stage, "a ms_accum.Stage") for i, stage in enumerate(given))
     if on_nonfinite == "skip_microbatch":
-        return (SkipMicrobatch(), *own)
+        return (SkipMicrobatch(is_sum), *own)
     if scaler is None:
         return (SkipWindow(), *own) if on_nonfinite == "skip_window" else own
     is_static = type(checked_loss_scaler(scaler)).adjust is amp.StaticLossScaler.adjust

@@ -4,7 +4,7 @@
     close:   exchange of the window ─► accepted? ─► normalise ─► clip ─► optimizer ─► clear ─► sums ─► counts
 
     buffer  += weight / unit * gradient                  # for equal microbatches 1 * gradient: no kernel
-    gradient = unit / sum of weights * buffer
+    gradient = unit / max(sum of weights, min_weight) * buffer
 
 All whole numbers of the state are one int32 vector, and one assignment changes them together: an interrupt finds all
 of a window's numbers or none. Before a piece or a close changes anything, it adds a mark to them; the last operation
@@ -48,9 +48,9 @@ from .stages import Called, Stage
 # all; updates; windows closed; microbatches or windows skipped; windows dropped in a row; windows of weight 0.
 COUNTS = "MARK", "HELD", "OWN", "ADDED", "UPDATES", "WINDOWS", "SKIPPED", "IN_ROW", "EMPTY"
 MARK, HELD, OWN, ADDED, UPDATES, WINDOWS, SKIPPED, IN_ROW, EMPTY = range(9)
-# Places in `sums`: of the open window its weight, weight * loss, and pieces skipped; of the last one its weight,
-# mean loss and gradient norm; the fraction that `seen` lacks; then what stages measure of the open window.
-WEIGHT, LOSS, SKIPS, LAST, MEAN, NORM, REST, MEASURED = range(8)
+# Places in `sums`: of the open window its weight, weight * loss, and pieces taken and skipped; of the last one its
+# weight, mean loss and gradient norm; the fraction that `seen` lacks; then what stages measure of the open window.
+WEIGHT, LOSS, TAKEN, SKIPS, LAST, MEAN, NORM, REST, MEASURED = range(9)
 CLOSING, LOADING = -2**20, -2**22  # the marks of a close and of a load; those of pieces are small and positive
 _numbers = count()
 
@@ -76,11 +76,11 @@ ONE_IN_ROW, ONE_SKIPPED, ONE_EMPTY = change(IN_ROW=1), change(SKIPPED=1), change
 class Window:
     """Add up gradients, and update. All methods but those for the host are compiled in graph mode.
 
-    `is_sum`: whether the loss is a sum, so that gradients are added without their weight. `dtypes`: of the
-    buffers; None: no buffers, for windows of one microbatch.
+    `is_sum`: whether the loss is a sum, so that gradients are added without their weight. `min_weight`: the least
+    weight to divide by. `dtypes`: of the buffers; None: no buffers, for windows of one microbatch.
 
     Attributes:
-        counts, sums: See above: int32 `(9,)` and float32 `(7 + measured,)`.
+        counts, sums: See above: int32 `(9,)` and float32 `(8 + measured,)`.
         seen: Sum of the weights of all updates, rounded: int64 `()`.
         zero: Always 0, which no graph knows: to clear buffers, and for a branch that is never taken.
         buffers: One for each parameter, in the optimizer's order.
@@ -90,10 +90,10 @@ class Window:
     """
 
     def __init__(self, optimizer: Callable, length: WindowLength, exchange: OneDevice, stages: tuple[Stage, ...],
-                 reduction: str, is_sum: bool, clip_norm: Optional[float],
+                 reduction: str, is_sum: bool, clip_norm: Optional[float], min_weight: float,
                  dtypes: Optional[tuple[ms.Type, ...]]) -> None:
         self.optimizer, self.length, self.exchange, self.stages = optimizer, length, exchange, stages
-        self.reduction, self.is_sum, self.clip_norm = reduction, is_sum, clip_norm
+        self.reduction, self.is_sum, self.clip_norm, self.min_weight = reduction, is_sum, clip_norm, min_weight
         prefix = f"accumulator{next(_numbers)}"  # in a graph, each name may be there once
         self.buffers = ParameterTuple([
             state_parameter(f"{prefix}.{p.name}", shape, dtype)
@@ -149,7 +149,7 @@ class Window:
         """Take part in a piece of other ranks, without data. Return the counts."""
         self.begin(self.zero)
         nothing = self.zero + 0
-        numbers = (nothing, nothing, nothing, *self.no_measures)
+        numbers = (nothing, nothing, nothing, nothing, *self.no_measures)
         gradients, factor, numbers = self.exchange.each(self.nothing_of_parameters(), nothing, numbers)
         self.kernels.add(factor, self.buffers, gradients)
         self._count(numbers, after)
@@ -165,7 +165,7 @@ class Window:
             total = multiply_no_nan(total, as_tensor(weight))
         elif isinstance(taken, Tensor):
             total = multiply_no_nan(total, taken)
-        return weight, total, 1.0 - taken
+        return weight, total, taken, 1.0 - taken
 
     def _measured(self, gradients: Gradients, weight: Scalar) -> Numbers:
         measured, factor = (), 1.0  # type: tuple, Scalar
@@ -238,24 +238,33 @@ class Window:
             by = ops.where(accepted, applied, DROPPED - ONE_SKIPPED + self.counts * ONE_IN_ROW) + ONE_SKIPPED * skips
         if isinstance(weight, Tensor):
             by = by + ONE_EMPTY * cast(weight == 0, ms.int32)
-        mean = divide_no_nan(as_tensor(numbers[LOSS]), as_tensor(weight))
+        mean = divide_no_nan(as_tensor(numbers[LOSS]), as_tensor(self.divisor(weight)))
         rest = self._count_seen(weight, accepted)
         none = NOTHING
-        ops.assign(self.sums, stack((none, none, none, as_tensor(weight), mean, norm, rest, *self.no_measures)))
+        ops.assign(self.sums, stack((none, none, none, none, as_tensor(weight), mean, norm, rest, *self.no_measures)))
         ops.assign(self.counts, self.counts * KEPT + by)  # last: it takes the mark away
         # A Tensor: if a function with an `if` returns None, MindSpore cannot compile what follows for Ascend.
         return self.counts + 0
+
+    def divisor(self, weight: Scalar) -> Scalar:
+        """Return what a sum of this weight is divided by, for its mean; a mean over nothing is 0."""
+        if self.min_weight == 0:
+            return weight
+        weight = as_tensor(weight)
+        return ops.where(weight < self.min_weight, as_tensor(self.min_weight), weight)  # `maximum` loses NaN on CPU
 
     def _normalised(self, unit: Scalar, weight: Scalar) -> Scalar:
         """Return the factor that makes a mean of sums in this unit."""
         if self.reduction == "sum":
             return unit / self.exchange.ranks
-        if isinstance(unit, Tensor) or isinstance(weight, Tensor):
-            return divide_no_nan(as_tensor(unit), as_tensor(weight))
-        return unit / weight
+        divisor = self.divisor(weight)
+        if isinstance(unit, Tensor) or isinstance(divisor, Tensor):
+            return divide_no_nan(as_tensor(unit), as_tensor(divisor))
+        return unit / divisor
 
     def _accepted(self, window: dict[str, Any], numbers: Numbers) -> Tensor:
-        accepted = as_tensor(numbers[WEIGHT]) != 0  # a mean over nothing is 0/0
+        # A mean over nothing is 0/0; with `min_weight`, nothing is left where all was skipped.
+        accepted = as_tensor(numbers[TAKEN if self.min_weight > 0 else WEIGHT]) != 0
         for stage in self.called.judging:
             verdict = stage.accepts(_seen_by(stage, window, numbers))
             accepted = ops.logical_and(accepted, verdict)

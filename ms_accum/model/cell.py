@@ -15,7 +15,7 @@ from ..core.length import AccumulateStep
 from ..core.optimizers import warn_if_idle
 from ..core.window import END, HELD, IN_ROW
 from ..steps.batch import NETWORK, checked_axis, positional, positions_of, samples_in_graph
-from ..steps.forward import Functions, training_of
+from ..steps.forward import Functions, reported, training_of
 from ..steps.train_mode import require_same_parameters
 from ..steps.train_step import require_functions, step_of
 from ..tensors import unstack
@@ -44,8 +44,8 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         optimizer: An optimizer. The cell builds an accumulator for it, with `reduction="mean"`.
         accumulate_step: Number of microbatches in a window; see `Accumulator`.
         batch_axis, weight_fn, has_weight, loss_reduction: See `make_train_step`; the network is its `forward_fn`.
-        **options: Options of `Accumulator`: `clip_norm`, `buffer_dtype`, `on_nonfinite`, `max_skips`, `reducer`,
-            `stages` and `loss_scaler`.
+        **options: Options of `Accumulator`: `clip_norm`, `min_weight`, `buffer_dtype`, `on_nonfinite`, `max_skips`,
+            `reducer`, `stages` and `loss_scaler`.
 
     Outputs:
         The undivided loss: float32 Tensor of shape `()`. With a loss scaler, `(loss, overflow, scale)`, as from
@@ -134,7 +134,7 @@ class TrainOneStepCell(Uncopied, nn.Cell):
         self._enter(len(batch))
         scale = None if self._scaler is None else self._scaler.scale_value + 0.0
         trained = self._train(samples_in_graph(batch, self._axis), batch, END)
-        loss = trained[0]
+        loss = reported(self._window, trained[0], trained[1])
         if len(self._window.buffers) == 0:  # it has updated
             return loss
         held = unstack(self._window.counts)[HELD] + 0

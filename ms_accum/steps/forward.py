@@ -9,7 +9,7 @@ from mindspore import Tensor, ops
 
 from ..core.stream import Stream
 from ..core.window import Window
-from ..tensors import Scalar, as_tensor, as_weight, cast
+from ..tensors import Scalar, as_tensor, as_weight, cast, divide_no_nan, multiply_no_nan, scaled, stack
 from .batch import RETURNS, checked_loss, parted
 
 
@@ -56,16 +56,19 @@ def weighed(functions: Functions) -> Callable:
     return weigh
 
 
-def reported(loss: Tensor, weight: Scalar, is_sum: bool) -> Tensor:
-    """Return the mean loss to report, float32: 0 for a mean over nothing, NaN for a weight that is NaN."""
-    loss = cast(loss, ms.float32)
-    if not isinstance(weight, Tensor):
-        if is_sum:
-            return loss / (weight or 1.0)
-        return loss if weight else ops.depend(Tensor(0.0, ms.float32), loss)
-    if is_sum:
-        return loss / ops.where(weight == 0, Tensor(1.0, ms.float32), weight) + weight * 0.0
-    return ops.where(weight == 0, Tensor(0.0, ms.float32), loss) + weight * 0.0
+def reported(window: Window, loss: Tensor, weight: Scalar) -> Tensor:
+    """Return the loss of a window of this piece: 0 for a mean over nothing, NaN for a weight that is NaN."""
+    divisor = window.divisor(weight)
+    if window.is_sum:
+        return divide_no_nan(loss, as_tensor(divisor))
+    share = divide_no_nan(as_tensor(weight), divisor) if isinstance(divisor, Tensor) else float(divisor != 0)
+    return scaled(share, loss, ms.float32)
+
+
+def summed(window: Window, loss: Tensor, weight: Scalar) -> Tensor:
+    """Return what a piece adds to a microbatch or an evaluation, weight * loss and weight: float32 `(2,)`."""
+    weight = as_tensor(weight)
+    return stack((loss if window.is_sum else multiply_no_nan(loss, weight), weight))
 
 
 def training_of(window: Window, functions: Functions, stream: Optional[Stream], closes: bool) -> Callable:
@@ -76,7 +79,7 @@ def training_of(window: Window, functions: Functions, stream: Optional[Stream], 
     """
     forward, weigh, has_weight = forward_of(functions), weighed(functions), functions.has_weight
 
-    def scaled(weight: Scalar, *piece: Any) -> tuple:
+    def forward_scaled(weight: Scalar, *piece: Any) -> tuple:
         results = forward(weight, *piece)
         loss, weight, aux = results[0], results[1], results[2]
         mark = window.begin(loss)
@@ -87,7 +90,7 @@ def training_of(window: Window, functions: Functions, stream: Optional[Stream], 
             return ops.depend(value, weight), loss, aux, weight
         return value, loss, aux
 
-    grad_fn = ms.value_and_grad(scaled, None, window.exchange.parameters, has_aux=True)
+    grad_fn = ms.value_and_grad(forward_scaled, None, window.exchange.parameters, has_aux=True)
     differentiated = grad_fn if stream is None else stream.around(grad_fn)
 
     def train(rows: Scalar, piece: tuple, after: Tensor) -> tuple:
@@ -105,18 +108,18 @@ def training_of(window: Window, functions: Functions, stream: Optional[Stream], 
                 loss = ops.depend(loss, gradients)
         else:
             window.count_piece(weight, loss, after)
-        return reported(loss, weight, window.is_sum), weight, values[2]
+        return loss, weight, values[2]
 
     return train
 
 
-def looking_of(window: Window, functions: Functions) -> Callable:
+def looking_of(functions: Functions) -> Callable:
     """Return what `training_of` does, without a backward pass: for an evaluation."""
     forward, weigh = forward_of(functions), weighed(functions)
 
     def look(rows: Scalar, piece: tuple, after: Tensor) -> tuple:
         weight, piece = weigh(rows, piece)
         results = forward(weight, *piece)
-        return reported(results[0], results[1], window.is_sum), results[1], ()
+        return cast(results[0], ms.float32), results[1], ()
 
     return look

@@ -8,30 +8,31 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, ops
 
-from ..core.window import END, change
-from ..tensors import as_tensor, divide_no_nan, multiply_no_nan, stack, unstack
+from ..core.window import END, Window, change
+from ..tensors import as_tensor, divide_no_nan, multiply_no_nan, unstack
 from .batch import Cut, axis_of, checked_aux, places_of, samples_in_graph, select_rows, starts_of
+from .forward import reported, summed
 
 Compile = Callable[..., Callable]  # `compile(function)`: see `Boundary.compiled`
 
 
-def whole(train: Callable, compiled: Compile, samples: int, has_aux: bool, batch_axis: int, is_dynamic: bool
-          ) -> Callable:
+def whole(train: Callable, window: Window, compiled: Compile, samples: int, has_aux: bool, batch_axis: int,
+          is_dynamic: bool, is_summed: bool = False) -> Callable:
     """Return `(*batch) -> loss`, or `(loss, aux)`, which trains on a batch that is not cut."""
     def step(*batch: Any) -> Any:
         rows = samples_in_graph(batch, batch_axis) if is_dynamic else samples  # type: Any
         trained = train(rows, batch, END)  # not unpacked: MindSpore warns of a part that is not used
-        loss = ops.depend(trained[0], trained[1]) if isinstance(trained[1], Tensor) else trained[0]
+        loss = (summed if is_summed else reported)(window, trained[0], trained[1])
         return (loss, trained[2]) if has_aux else loss
 
     return compiled(step)
 
 
-def in_pieces(train: Callable, compiled: Compile, samples: int, cut: Cut, pieces: int, has_aux: bool, batch_axis: int,
-              is_summed: bool = False) -> Callable:
+def in_pieces(train: Callable, window: Window, compiled: Compile, samples: int, cut: Cut, pieces: int, has_aux: bool,
+              batch_axis: int, is_summed: bool = False) -> Callable:
     """Return `(*batch) -> loss`, `(loss, aux)`, or the sums of weight * loss and weights: a graph for all of a size."""
     starts = starts_of(samples, pieces)
-    sizes = {rows: _piece(train, compiled, rows, cut, has_aux, batch_axis) for _, rows in starts}
+    sizes = {rows: _piece(train, window, compiled, rows, cut, has_aux, batch_axis) for _, rows in starts}
     calls = [(sizes[rows], Tensor(start, ms.int32), end) for (start, rows), end in zip(starts, ends_of(len(starts)))]
     # Sums are passed from piece to piece: the losses of all pieces would fragment MindSpore's memory pool, and the peak
     # would grow with the number of pieces (48 pieces: 286 MB instead of 84).
@@ -56,7 +57,8 @@ def ends_of(pieces: int) -> list[Tensor]:
             for i in range(pieces)]
 
 
-def _piece(train: Callable, compiled: Compile, rows: int, cut: Cut, has_aux: bool, batch_axis: int) -> Callable:
+def _piece(train: Callable, window: Window, compiled: Compile, rows: int, cut: Cut, has_aux: bool, batch_axis: int
+           ) -> Callable:
     """Return `(start, after, totals, *batch) -> (totals, mean loss)`, followed by the weight and the aux."""
     places = places_of(rows)
 
@@ -64,26 +66,20 @@ def _piece(train: Callable, compiled: Compile, rows: int, cut: Cut, has_aux: boo
     def piece(start: Tensor, after: Tensor, totals: Tensor, *batch: Any) -> tuple:
         # The samples are gathered here, from the whole batch: a graph's argument is not copied.
         trained = train(rows, select_rows(start + places, cut, batch), after)
-        weight = as_tensor(trained[1])
-        totals = totals + stack((multiply_no_nan(trained[0], weight), weight))
+        totals = totals + summed(window, trained[0], trained[1])
         sums = unstack(totals)
-        mean = divide_no_nan(sums[0], sums[1])
+        mean, weight = divide_no_nan(sums[0], window.divisor(sums[1])), as_tensor(trained[1])
         return (totals, mean, weight, checked_aux(trained[2], rows, batch_axis)) if has_aux else (totals, mean)
 
     return compiled(piece)
 
 
-def looked_at(look: Callable, compiled: Compile, samples: int, cut: Cut, pieces: int, batch_axis: int, is_dynamic: bool
-              ) -> Callable:
+def looked_at(look: Callable, window: Window, compiled: Compile, samples: int, cut: Cut, pieces: int, batch_axis: int,
+              is_dynamic: bool) -> Callable:
     """Return `(*batch) -> (sum of weight * loss, weight)`: float32 `(2,)`, without training."""
-    def summed(rows: Any, piece: tuple, after: Tensor) -> tuple:
-        found = look(rows, piece, after)
-        weight = as_tensor(found[1])
-        return stack((multiply_no_nan(found[0], weight), weight)), 0, ()
-
     if pieces == 1:
-        return whole(summed, compiled, samples, False, batch_axis, is_dynamic)
-    return in_pieces(look, compiled, samples, cut, pieces, False, batch_axis, is_summed=True)
+        return whole(look, window, compiled, samples, False, batch_axis, is_dynamic, is_summed=True)
+    return in_pieces(look, window, compiled, samples, cut, pieces, False, batch_axis, is_summed=True)
 
 
 def joined(found: list, total: Tensor, batch_axis: int) -> Any:

@@ -219,10 +219,6 @@ class TrainStep(Uncopied):
         """Set it, as above."""
         self.boundary.rates.set(rate)
 
-    def __repr__(self) -> str:
-        """Return what it is and its number of microbatches as text. It waits for the device."""
-        return f"TrainStep({type(self.optimizer).__name__}, epochs={self.epochs}, trained={self.trained})"
-
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
     def evaluate(self, batches: Iterable) -> float:
@@ -239,10 +235,11 @@ class TrainStep(Uncopied):
         if count == 0:
             raise ValueError("evaluate got no batch, expected at least one; give batches again for each evaluation: an "
                              "iterator or a generator that was read before is used up")
-        if weight == 0:
+        divisor = max(weight, self.boundary.window.min_weight)
+        if divisor == 0:
             raise ValueError(f"the weights in all {int(count)} batches are 0, so there is no mean; look for a mask or "
                              "an ignore index that leaves nothing to count")
-        return total / weight
+        return total / divisor
 
     def _looked_at(self, batches: Iterable) -> np.ndarray:
         """Return the number of batches, and their sums of weight * loss and weights: float64 `(3,)`."""
@@ -359,8 +356,8 @@ def make_train_step(
             as a microbatch with weight 0, loss 0 and aux None.
         batch_axis: The axis that counts the samples; for Tensors with fewer axes, axis 0.
         weight_fn: `(*piece) -> weight`, a number or a Tensor of shape `()`: the denominator of the mean in
-            `forward_fn`, e.g. the number of unmasked tokens. None: the number of samples. Pieces of weight 0 are
-            ignored, even if their loss is 0/0. A weight that is negative, NaN or infinite makes the loss NaN.
+            `forward_fn`, e.g. the number of unmasked tokens. None: the number of samples. Means of weight 0 are
+            ignored, even if they are 0/0. A weight that is negative, NaN or infinite makes the loss NaN.
         has_weight: Whether `forward_fn` returns `(loss, weight)`, with `has_aux` `(loss, weight, aux)`, in place of a
             `weight_fn`: for models that count their own tokens.
         loss_reduction: "mean", or "sum" if `forward_fn` returns the *sum* over its samples (or unmasked tokens), in
@@ -371,8 +368,8 @@ def make_train_step(
             and to debug. `forward_fn` may be any Python, and a batch may hold other objects, such as strings.
         network: The networks that are trained, a Cell or a tuple of Cells. Needed for `set_train` and `evaluate` if
             `forward_fn` is no Cell and does not name them itself (closure, global, default, attribute of `self`).
-        **options: Options of `Accumulator`: `clip_norm`, `buffer_dtype`, `on_nonfinite`, `max_skips`, `reducer`,
-            `stages` and `loss_scaler`.
+        **options: Options of `Accumulator`: `clip_norm`, `min_weight`, `buffer_dtype`, `on_nonfinite`, `max_skips`,
+            `reducer`, `stages` and `loss_scaler`.
 
     Returns:
         A `TrainStep`: `train_step(*batch) -> loss`, or `(loss, aux)`. The loss is a float32 Tensor of shape `()`: the
@@ -440,12 +437,13 @@ def step_of(boundary: Boundary, functions: Functions, networks: tuple[nn.Cell, .
         closes = len(window.buffers) == 0
         train, compiled = training_of(window, placed(cut, names), stream, closes), compiled_for(inputs)
         if pieces == 1:
-            return Layout(whole(train, compiled, samples, functions.has_aux, batch_axis, inputs is not None), 1, closes)
-        return Layout(in_pieces(train, compiled, samples, cut, pieces, functions.has_aux, batch_axis),
+            is_dynamic = inputs is not None
+            return Layout(whole(train, window, compiled, samples, functions.has_aux, batch_axis, is_dynamic), 1, closes)
+        return Layout(in_pieces(train, window, compiled, samples, cut, pieces, functions.has_aux, batch_axis),
                       len(starts_of(samples, pieces)))
 
     def make_look(samples: int, cut: tuple, names: tuple[str, ...], inputs: Optional[Inputs]) -> Callable:
-        look = looking_of(window, placed(cut, names))
-        return looked_at(look, compiled_for(inputs), samples, cut, pieces, batch_axis, inputs is not None)
+        look = looking_of(placed(cut, names))
+        return looked_at(look, window, compiled_for(inputs), samples, cut, pieces, batch_axis, inputs is not None)
 
     return TrainStep(boundary, functions, networks, batch_axis, pieces, make_layout, make_look)

@@ -35,8 +35,8 @@ def test_without_a_comparison_of_rows_ranks_differ_or_wait(folder_of):
 
 
 NAMED = ("accumulate_step", "zero= of DataParallel", "sync= of DataParallel", "compare= of DataParallel",
-         "learning rates and options of the optimizer", "the optimizer", "clip_norm", "pieces", "weight_fn",
-         "on_nonfinite", "loss_reduction", "buffer_dtype", "batch_axis", "stages",
+         "learning rates and options of the optimizer", "the optimizer", "clip_norm", "min_weight", "pieces",
+         "weight_fn", "on_nonfinite", "loss_reduction", "buffer_dtype", "batch_axis", "stages",
          "whether the optimizer holds the slices of shard_parameters")
 OTHERS = {
     "values": f"RanksDiffer: rank 1 and rank 0 differ in parameters: 0.weight; .*{AGAIN}",

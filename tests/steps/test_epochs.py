@@ -274,11 +274,11 @@ def test_what_changed_since_the_last_epoch_is_an_error():
         next(step.epoch(DATA))
 
 
-def test_single_calls_take_arrays_and_repr_says_where_it_stands():
+def test_single_calls_take_arrays():
     step, (x, y) = step_of(4, pieces=2), batches([6])[0]
     losses = [float(step(*batch)) for batch in (tensors(x, y), (x.astype(np.float32), y.astype(np.int32)))]
     assert losses[0] == losses[1]
-    assert repr(step) == "TrainStep(SGD, epochs=0, trained=2)"
+    assert step.trained == 2
     step.flush()
     for copied in (copy, deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="TrainStep holds compiled graphs and Parameters of its own"):

@@ -20,7 +20,7 @@ RATE = 0.5
 def drawn(seed):
     """What is trained: microbatches of (x, y, mask), some of them empty, without a token, or NaN."""
     choose, rng = random.Random(seed), np.random.default_rng(seed)
-    kind = choose.choice(["samples", "tokens", "returned", "sum", "returned sum"])
+    kind = choose.choice(["samples", "tokens", "returned", "sum", "returned sum", "objects"])
     policy = choose.choice(["apply", "apply", "skip_window", "skip_microbatch", "scaled"])
     sizes = [choose.choice([6, 6, 4, 1, 5, 0]) for _ in range(9)]
     data = [(rng.normal(size=(n, 6)), rng.integers(0, 3, n), rng.random(n) < choose.choice([0, 0.6, 1])) for n in sizes]
@@ -29,16 +29,36 @@ def drawn(seed):
     return SimpleNamespace(
         kind=kind, policy=policy, data=data, pieces=choose.choice([1, 1, 2, 3, 7]), axis=choose.choice([0, 0, 1]),
         length=choose.choice([1, 2, 4, {0: 1, 2: 3}, until_weight(9.0, at_most=4)]),
-        clip_norm=choose.choice([None, 0.05, float("inf")]), by_name=choose.random() < 0.5)
+        clip_norm=choose.choice([None, 0.05, float("inf")]), by_name=choose.random() < 0.5,
+        min_weight=choose.choice([None, None, 4.0]))
 
 
 def pieces_of(case, x, y, mask):
-    """The pieces of a microbatch: their weight, mean loss and gradient."""
+    """The pieces of a microbatch: their weight, and the parts of their sums: a factor, and samples.
+
+    With "objects", samples that are masked out count, too, as the background does in a detector.
+    """
     rows = max(-(-len(x) // case.pieces), 1)
     for start in range(0, len(x), rows):
         part = slice(start, start + rows)
         kept = np.ones(len(y[part]), bool) if case.kind == "samples" else mask[part]
-        yield int(kept.sum()), x[part][kept], y[part][kept]
+        background = [(0.5 * (case.kind == "objects"), x[part], y[part])] * is_sum(case)  # a sum of 0 * NaN is NaN
+        yield int(kept.sum()), [(1.0, x[part][kept], y[part][kept]), *background]
+
+
+def is_sum(case):
+    return case.kind in ("sum", "returned sum", "objects")
+
+
+def sums_of(parameters, parts):
+    """The loss and the gradient of a piece."""
+    loss, gradient = 0.0, [0 * p for p in parameters]
+    for factor, x, y in parts:
+        if len(x):
+            one, of_one = reference.loss_and_gradients(parameters, x, y)
+            loss += factor * len(x) * one
+            gradient = [g + factor * len(x) * h for g, h in zip(gradient, of_one)]
+    return loss, gradient
 
 
 def oracle(case, weigh=True, flushes=True):
@@ -46,17 +66,18 @@ def oracle(case, weigh=True, flushes=True):
     parameters = [np.array(p, np.float64) for p in values(MLP().trainable_params())]
     n = SimpleNamespace(update_step=0, closed_windows=0, skipped=0, skipped_in_row=0, empty_windows=0, seen=0,
                         loss=0.0, weight=0, grad_norm=np.nan)
-    losses, window, held = [], [], 0
+    losses, window, held, least = [], [], 0, case.min_weight or 0
 
     def close():
         nonlocal parameters, held
-        taken = [one for one in window if one[0] and not one[3]]
+        taken = [one for one in window if not one[3]]
         n.weight = sum(weight for weight, *_ in taken)
-        divisor = n.weight if weigh else len(taken)
-        gradient = [sum((weight if weigh else 1) * g[i] for weight, _, g, _ in taken) / divisor if taken else 0 * p
+        divisor = max(n.weight, least) if weigh else len(taken)
+        gradient = [sum([g[i] / (1 if weigh else weight) for weight, _, g, _ in taken], 0 * p) / (divisor or 1)
                     for i, p in enumerate(parameters)]
-        n.loss = sum(weight * loss for weight, loss, *_ in taken) / n.weight if taken else 0.0
-        dropped = case.policy != "apply" and (n.weight == 0 or not all(np.isfinite(g).all() for g in gradient))
+        n.loss = sum(loss for _, loss, *_ in taken) / divisor if divisor else 0.0
+        dropped = case.policy != "apply" and (not (taken if least else n.weight)
+                                              or not all(np.isfinite(g).all() for g in gradient))
         norm = np.sqrt(sum((g**2).sum() for g in gradient))
         n.grad_norm = np.nan if case.clip_norm is None else norm
         if not dropped:
@@ -71,11 +92,11 @@ def oracle(case, weigh=True, flushes=True):
 
     for batch in case.data:
         found = []
-        for weight, x, y in pieces_of(case, *batch):
-            loss, gradient = reference.loss_and_gradients(parameters, x, y) if weight else (0.0, None)
-            found.append((weight, loss, gradient, weight > 0 and case.policy == "skip_microbatch" and np.isnan(loss)))
-        total = sum(weight for weight, *_ in found)
-        losses.append(sum(weight * loss for weight, loss, *_ in found if weight) / (total or 1))
+        for weight, parts in pieces_of(case, *batch):
+            loss, gradient = sums_of(parameters, parts)
+            found.append((weight, loss, gradient, case.policy == "skip_microbatch" and np.isnan(loss)))
+        divisor = max(sum(weight for weight, *_ in found), least)
+        losses.append(sum(loss for _, loss, *_ in found) / divisor if divisor else 0.0)
         window += found
         held += 1
         length = reference.window_length(getattr(case.length, "at_most", case.length), n.update_step)
@@ -103,6 +124,10 @@ def functions_of(case, network):
     def summed(x, y, mask):
         return (losses_of(x, y) * mask).sum()
 
+    def objects(x, y, mask):
+        losses = losses_of(x, y)
+        return (losses * mask).sum() + 0.5 * losses.sum()
+
     def returned_sum(x, y, mask):
         return (losses_of(x, y) * mask).sum(), mask.sum()
 
@@ -116,6 +141,7 @@ def functions_of(case, network):
     return {"samples": (samples, {}), "tokens": (tokens, {"weight_fn": weigh}),
             "returned": (returned, {"has_weight": True}),
             "sum": (summed, {"weight_fn": weigh, "loss_reduction": "sum"}),
+            "objects": (objects, {"weight_fn": weigh, "loss_reduction": "sum"}),
             "returned sum": (returned_sum, {"has_weight": True, "loss_reduction": "sum"})}[case.kind]
 
 
@@ -126,8 +152,8 @@ def ours(case, mode):
     policy = {} if case.policy == "scaled" else {"on_nonfinite": case.policy}
     with running("pynative" if mode == "eager" else mode):
         step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), RATE), case.length, pieces=case.pieces,
-                               batch_axis=case.axis, clip_norm=case.clip_norm, max_skips=None, eager=mode == "eager",
-                               **policy, **scaler, **options)
+                               batch_axis=case.axis, clip_norm=case.clip_norm, min_weight=case.min_weight,
+                               max_skips=None, eager=mode == "eager", **policy, **scaler, **options)
         data = [(np.float32(x if case.axis == 0 else x.T), np.int32(y), np.float32(mask)) for x, y, mask in case.data]
         given = [dict(zip(("x", "y", "mask"), batch)) for batch in data] if case.by_name else data
         losses = [float(loss) for loss in step.epoch(given)]
@@ -164,10 +190,11 @@ def test_any_run_in_graphs_is_that_of_the_oracle(seed):
     assert (moved < 5e-6, losses < 5e-6) == (True, True), (moved, losses)
 
 
-def test_the_oracle_finds_a_mean_of_means_and_a_lost_window():
+def test_the_oracle_finds_a_mean_of_means_a_lost_window_and_a_lost_background():
     """Negative controls."""
     case = drawn(1)
     case.policy, case.kind, case.length, case.clip_norm, case.axis, case.pieces = "apply", "tokens", 4, None, 0, 1
+    case.min_weight = None
     rng = np.random.default_rng(0)
     case.data = [(rng.normal(size=(n, 6)), rng.integers(0, 3, n), rng.random(n) < 0.6) for n in (6, 4, 6, 5, 6, 6)]
     assert off(case, "pynative")[0] < 5e-6
@@ -175,6 +202,10 @@ def test_the_oracle_finds_a_mean_of_means_and_a_lost_window():
     moved, _, counted = off(case, "pynative", flushes=False)
     assert moved > 1e-3
     assert {"update_step", "closed_windows", "seen"} <= {*counted}
+    case.kind, case.data, case.min_weight = "objects", [(x, y, mask & False) for x, y, mask in case.data], 1.0
+    assert off(case, "pynative")[0] < 5e-6
+    case.min_weight = None  # the background is ignored
+    assert difference(ours(case, "pynative")[0], values(MLP().trainable_params())) == 0
 
 
 @pytest.mark.parametrize("mode", ["pynative", "eager", "jit"])

@@ -38,6 +38,7 @@ class Draw(NamedTuple):
     compiled: bool
     programs: list
     is_legal: bool
+    min_weight: object
 
     @property
     def reducer(self):
@@ -79,7 +80,8 @@ def drawn(number, ranks, kind=None):
             name, step, of_call = own[place - 1]
             own[place - 1] = name, 1 - step, of_call
     return Draw(kind, length, rng.random() < 0.5, rng.random() < 0.3, rng.choice((None, 0.3)), rng.random() < 0.5,
-                rng.choice((SMALL, 32)), drops, rng.choice((1, 1, 2)), compiled, programs, is_legal)
+                rng.choice((SMALL, 32)), drops, rng.choice((1, 1, 2)), compiled, programs, is_legal,
+                rng.choice((None, None, 7.0)))
 
 
 def batch_of(batch):
@@ -144,10 +146,13 @@ def expected(draw, which):
                 last = ()
                 continue
             loss, gradients = grad_fn(*(Tensor(np.concatenate(column)) for column in zip(*window)))
+            weight = float(sum(weight_of(b, draw) for b in window))
+            share = weight / max(weight, draw.min_weight or 0)
+            gradients = [g * share for g in gradients]
             norm = float(np.sqrt(sum((g.asnumpy().astype(float)**2).sum() for g in gradients)))
             factor = min(1, draw.clip_norm / (norm + 1e-6)) if draw.clip_norm else 1
             optimizer(tuple(g * factor for g in gradients))
-            updates, last = updates + 1, (float(loss), float(sum(weight_of(b, draw) for b in window)), norm)
+            updates, last = updates + 1, (float(loss) * share, weight, norm)
     return flat(network), (updates, skipped), last
 
 
@@ -185,8 +190,8 @@ def step_of(draw, which, reducer=None):
         forward_of(network, draw, draw.is_sum), optimizer,
         until_weight(BUDGET, at_most=100) if draw.length == "budget" else draw.length,
         loss_reduction="sum" if draw.is_sum else "mean", weight_fn=counted if draw.tokens else None, network=network,
-        clip_norm=draw.clip_norm, reducer=reducer, pieces=draw.pieces, eager=not draw.compiled, max_skips=None,
-        **options)
+        clip_norm=draw.clip_norm, min_weight=draw.min_weight, reducer=reducer, pieces=draw.pieces,
+        eager=not draw.compiled, max_skips=None, **options)
 
 
 def trained(draw, rank):

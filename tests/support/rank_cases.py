@@ -40,7 +40,7 @@ LAUNCHES = {  # ranks, cases
     "scripts": (2, ["mnist", "mnist_zero"]),
 }
 PLAIN = drawn(2, 2)._replace(kind="window", length=2, tokens=False, is_sum=False, clip_norm=None, adam=True,
-                             bucket_mib=32, drops="apply", pieces=1, compiled=False)
+                             bucket_mib=32, drops="apply", pieces=1, compiled=False, min_weight=None)
 
 
 def every(kind):
@@ -95,7 +95,8 @@ def named(rank):
         "sync= of DataParallel": {"reducer": DataParallel(sync="microbatch")},
         "compare= of DataParallel": {"reducer": DataParallel(compare=False)},
         "learning rates and options of the optimizer": {"rate": 0.2}, "the optimizer": {"kind": nn.RMSProp},
-        "clip_norm": {"clip_norm": 1.0}, "pieces": {"pieces": 2}, "weight_fn": {"weight_fn": weight_fn},
+        "clip_norm": {"clip_norm": 1.0}, "min_weight": {"min_weight": 1.0}, "pieces": {"pieces": 2},
+        "weight_fn": {"weight_fn": weight_fn},
         "on_nonfinite": {"on_nonfinite": "skip_window"}, "loss_reduction": {"loss_reduction": "sum"},
         "buffer_dtype": {"buffer_dtype": ms.float16}, "batch_axis": {"batch_axis": 1},
         "stages": {"loss_scaler": amp.StaticLossScaler(2.0)},

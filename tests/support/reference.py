@@ -49,11 +49,12 @@ def window_length(accumulate_step, update_step):
 class Accumulation:
     """Keeps every piece of the open window in a list, with its weight, and looks at them when the window closes.
 
-    A piece is its gradients, one array for each parameter. `divisor`: what "sum" is divided by. `measures`: whether to
-    keep what the noise scale is measured by. `grad_norm`: that of the last window; None if it was dropped.
+    A piece is its gradients, one array for each parameter. `divisor`: what "sum" is divided by; `min_weight`: the least
+    divisor of "mean". `measures`: whether to keep what the noise scale is measured by. `grad_norm`: that of the last
+    window; None if it was dropped.
     """
 
-    divisor, measures = 1.0, False
+    divisor, measures, min_weight = 1.0, False, 0.0
 
     def __init__(self, parameters, optimizer, accumulate_step, reduction="sum", clip_norm=None, on_nonfinite="apply"):
         self.parameters = [np.array(p, np.float64) for p in parameters]
@@ -68,6 +69,10 @@ class Accumulation:
     def weight_sum(self):
         """The weights in the window: a skipped piece has none."""
         return float(sum(weight for weight, _ in self.window))
+
+    def share(self, weight):
+        """Of a mean of this weight: what is left of it where `min_weight` is more."""
+        return weight / (max(weight, self.min_weight) or 1.0)
 
     @property
     def full(self):
@@ -117,7 +122,7 @@ class Accumulation:
     def gradient(self):
         """Of the window."""
         counted = [(weight, self.gradients_of(piece)) for weight, piece in self.window if weight != 0]
-        divisor = (sum(weight for weight, _ in counted) or 1.0) if self.reduction == "mean" else self.divisor
+        divisor = (max(self.weight_sum, self.min_weight) or 1.0) if self.reduction == "mean" else self.divisor
         return [sum((weight * g[i] for weight, g in counted), zero) / divisor for i, zero in enumerate(self.zeros)]
 
     def apply(self):
@@ -126,13 +131,17 @@ class Accumulation:
         self.window_weight = self.weight_sum
         self.closed_windows += 1
         self.empty_windows += self.weight_sum == 0
-        applied = self.on_nonfinite == "apply" or (self.weight_sum != 0 and self.accepts(gradient))
+        counts = self.has_taken() if self.min_weight else self.weight_sum != 0
+        applied = self.on_nonfinite == "apply" or (counts and self.accepts(gradient))
         self.skipped += max(self.skips, 1 - applied)
         self.skipped_in_row = 0 if applied else self.skipped_in_row + 1
         self.grad_norm = None
         if applied:
             self.update(gradient)
         self.begin()
+
+    def has_taken(self):
+        return bool(self.window)
 
     def accepts(self, gradient):
         return self.on_nonfinite != "skip_window" or self.is_finite(gradient)
@@ -169,7 +178,7 @@ class Undivided(Accumulation):
         present = [piece for weight, piece in self.window if weight]
         if not present:
             return self.zeros
-        factor = self.weight_sum / self.divisor if self.reduction == "sum" else 1.0
+        factor = self.weight_sum / self.divisor if self.reduction == "sum" else self.share(self.weight_sum)
         return [g * factor for g in self.gradients_of(tuple(map(np.concatenate, zip(*present))))]
 
 

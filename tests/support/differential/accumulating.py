@@ -54,7 +54,8 @@ class Accumulating:
             scale = 2.0**exponent
             self.scaler = amp.StaticLossScaler(scale) if kind == "static" else amp.DynamicLossScaler(scale, 2, *window)
         self.noise_scale = GradientNoiseScale() if case.noise_scale else None
-        options = {"clip_norm": case.clip_norm, "on_nonfinite": case.on_nonfinite, "loss_scaler": self.scaler,
+        options = {"clip_norm": case.clip_norm, "min_weight": case.min_weight,
+                   "on_nonfinite": case.on_nonfinite, "loss_scaler": self.scaler,
                    "buffer_dtype": getattr(ms, case.buffer_dtype or "", None),
                    "stages": () if self.noise_scale is None else (self.noise_scale,),
                    "reducer": DataParallel() if case.seed % 3 else None, **options}  # alike without other ranks

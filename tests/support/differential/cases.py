@@ -26,7 +26,7 @@ PLAIN = {
     "clip_norm": None, "pieces": 1, "weight": "samples", "scaler": None, "on_nonfinite": "apply", "noise_scale": False,
     "event": "none", "nonfinite_at": None, "load_into": "fresh", "shapes": (6, 6), "count": 7, "seed": 1,
     "aux": False, "buffer_dtype": None, "empty_at": None, "batch_axis": 0, "loss_reduction": "mean", "declared": False,
-    "evaluate_at": None, "rate_at": None, "loops": False, "logs": False}
+    "evaluate_at": None, "rate_at": None, "loops": False, "logs": False, "min_weight": None}
 
 
 def plain_case(driver, **changes):
@@ -44,7 +44,7 @@ class Case(namedtuple("Case", (
         "driver", "level", "front", "norm", "backward_clip", "loss", "factor", "optimizer", "groups", "rates",
         "reduction", "accumulate_step", "clip_norm", "pieces", "weight", "scaler", "on_nonfinite", "noise_scale",
         "sizes", "nonfinite_at", "error_at", "save_at", "load_into", "seed", "aux", "buffer_dtype", "batch_axis",
-        "loss_reduction", "declared", "evaluate_at", "rate_at", "loops", "logs"))):
+        "loss_reduction", "declared", "evaluate_at", "rate_at", "loops", "logs", "min_weight"))):
     """One run. Everything random in it comes from `seed`.
 
     `declared`: whether the number of rows is declared as dynamic. `evaluate_at`, `rate_at`: after which microbatch the
@@ -205,6 +205,8 @@ def compose(choose, **fixed):
     pick("rate_at", (None, None, *places) if steps and values["rates"] == "number" else (None,))
     sunk = driver.startswith("model") and values["seed"] % 2  # which hides the updates
     pick("logs", (False, True) if driver.startswith(("step", "model")) and not sunk else (False,))
+    # Windows weigh up to 100.
+    pick("min_weight", (None, None, 15.0, 40.0) if reduction == "mean" else (None,))
     return Case(**{name: values[name] for name in Case._fields})
 
 

@@ -88,6 +88,10 @@ def divided_by_microbatches(self, unit, weight):
     return unit / cast(unstack(self.counts)[HELD], ms.float32)
 
 
+def weight_itself(self, weight):
+    return weight
+
+
 def square_sum_of_the_sum(gradients, factor=1.0):
     return square_sum(gradients, 1.0)
 
@@ -151,8 +155,8 @@ def forward_of_weight_one(functions):
 
 # Evaluation and rates.
 
-def look_at_means(look, compiled, samples, cut, pieces, batch_axis, is_dynamic):
-    looked = _looked_at(look, compiled, samples, cut, pieces, batch_axis, is_dynamic)
+def look_at_means(look, window, compiled, samples, cut, pieces, batch_axis, is_dynamic):
+    looked = _looked_at(look, window, compiled, samples, cut, pieces, batch_axis, is_dynamic)
 
     def mean_of_a_batch(*batch):
         total, weight = looked(*batch).asnumpy()
@@ -178,7 +182,7 @@ _CUT = ["step-pynative", "step"]
 _NARROW = {
     "driver": _STEPS, "level": "none", "front": "dense", "norm": "none", "backward_clip": False, "loss": "mean",
     "factor": 1.0, "event": "none", "nonfinite_at": None, "noise_scale": False, "weight": "samples",
-    "on_nonfinite": "apply", "empty_at": None, "batch_axis": 0, "loss_reduction": "mean"}
+    "on_nonfinite": "apply", "empty_at": None, "batch_axis": 0, "loss_reduction": "mean", "min_weight": None}
 # Each defect: the draw that has to find it, in which what a list holds takes turns, and what is replaced.
 DEFECTS = {
     # The backward pass overflowed in float16.
@@ -213,6 +217,9 @@ DEFECTS = {
     "the loss of a window is the sum of its microbatches'": (
         {"driver": [*_CUT, "cell-pynative"], "event": "shapes", "accumulate_step": 3},
         (Replaced(Window, "_numbers", sum_of_means),)),
+    "a window may be divided by less than min_weight": (
+        {"min_weight": 40.0, "accumulate_step": [2, 1], "loss": ["mean", "masked"]},
+        (Replaced(Window, "divisor", weight_itself),)),
     "the norm is that of the sum": (
         {"clip_norm": 0.1, "accumulate_step": 2},
         (Replaced(window_of_core, "square_sum", square_sum_of_the_sum),)),

@@ -30,7 +30,7 @@ class Plain(reference.Undivided):
                          case.clip_norm, on_nonfinite)
         self.zeros = [np.zeros(p.shape) for p in optimizer.parameters]
         self.divisor = case.accumulate_step  # each loss is divided by the length of a full window
-        self.measures = case.noise_scale
+        self.measures, self.min_weight = case.noise_scale, case.min_weight or 0.0
         self._compile_optimizer()
         self.scale, self.finite_windows = 2.0 ** case.scaler[1] if case.scaler else 1.0, 0
         self.dropped, self.diverged, self.window_loss = False, False, 0.0
@@ -58,6 +58,7 @@ class Plain(reference.Undivided):
             return 0.0, ()
         counts = np.array([weight for _, weight in pieces], float)
         loss = losses[0] if len(pieces) == 1 else _mean([pair for pair in zip(counts, losses) if pair[0]])
+        loss *= 1.0 if self.case.by_hand or not counts.any() else self.share(counts.sum())
         counts = counts if self.case.pieces > 1 and counts.any() else np.ones(len(pieces))
         return loss, (batch[1], batch[3], np.average([piece[3].mean() for piece, _ in pieces], weights=counts))
 
@@ -72,7 +73,8 @@ class Plain(reference.Undivided):
     def evaluated(self):
         """The loss of the undivided data of an evaluation; None if some weight is 0, or it diverges."""
         whole = tuple(map(np.concatenate, zip(*self.case.evaluation())))
-        loss = self.value(whole) if self.case.weight_of(whole) else np.inf
+        weight = self.case.weight_of(whole)
+        loss = self.value(whole) * self.share(weight) if weight else np.inf
         return loss if abs(loss) < DIVERGED * self.case.factor else None
 
     def multiply_rate(self, factor):
@@ -105,10 +107,13 @@ class Plain(reference.Undivided):
 
     def apply(self):
         updates = self.update_step
-        self.window_loss = _mean(self.losses)
+        self.window_loss = _mean(self.losses) * self.share(self.weight_sum)
         super().apply()
         if self.case.scaler is not None:
             self._adjust(self.update_step > updates)
+
+    def has_taken(self):
+        return any(self.case.by_hand or len(piece[0]) for _, piece in self.window)
 
     def accepts(self, gradient):
         largest = max(np.abs(g).max() for g in gradient) * self.scale * max(self.weight_sum, 1)
