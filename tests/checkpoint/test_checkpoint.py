@@ -73,10 +73,6 @@ def test_bad_extra_folders_and_paths():
         save_checkpoint("missing/c.safetensors", network, step)
     with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*c\.safetensors; give a file that save"):
         load_checkpoint(PATH, network, step)
-    os.mkdir(PATH)
-    with pytest.raises(FileNotFoundError, match="there is no checkpoint"):
-        load_checkpoint(PATH, network, step)
-    os.rmdir(PATH)
     extra = {"epoch": 3, "position": [1, 2.5, None], "seed": "x", "nan": float("inf"), "true": True}
     save_checkpoint(PATH, network, step, extra=extra)
     assert load_checkpoint(PATH, network, step) == extra
