@@ -16,7 +16,7 @@ from ..mindspore_api import jit_class
 from ..tensors import FLOATS, HALF, Gradients, Scalar, as_weight, checked_gradients, require_condition, unstack
 from .boundary import Boundary, Status
 from .length import AccumulateStep, WindowLength
-from .optimizers import Rates, checked_parameters, warn_if_idle
+from .optimizers import Rates, checked_parameters, require_runnable
 from .stages import Stage, checked_stages
 from .window import END, HELD, Window
 
@@ -62,6 +62,7 @@ def boundary_of(
     """Build a window and its boundary. `facts`: further settings that must be equal on all ranks."""
     parameters, length = checked_parameters(optimizer), WindowLength(accumulate_step)
     whole = tuple(map(whole_of, parameters))
+    require_runnable(optimizer, False)
     if clip_norm is not None:
         clip_norm = number("clip_norm", clip_norm, lambda norm: norm > 0, "a number > 0", "None does not clip")
     if min_weight is not None:
@@ -71,8 +72,6 @@ def boundary_of(
         max_skips = whole_number("max_skips", max_skips, "it is the most dropped windows in a row", minimum=0)
     dtypes = tuple(buffer_dtype_of(buffer_dtype, p.dtype) for p in whole)
     warn_of_lost_gradients(buffer_dtype, length.longest, pieces)
-    if eager:
-        warn_if_idle(optimizer)
     # A window of one microbatch in one piece needs no buffers, unless something looks at pieces or may drop it.
     has_buffers = needs_buffers or not length.is_one or pieces > 1 or bool(checked)
     rates = Rates(optimizer)

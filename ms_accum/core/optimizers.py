@@ -3,15 +3,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from math import inf, nan
 from numbers import Real
 from typing import Any, Union
-from warnings import warn
 
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
+from mindspore.ops import constexpr
 
 from ..arguments import number
 from ..distributed.exchange import whole_of
@@ -58,8 +58,7 @@ class Rates:
         for place, parameter in held:
             if times[parameter.name] > 1:
                 parameter.name = place
-        state = [(place, p) for place, p in held if id(p) not in inside]
-        self.state = {place if _GENERATED.fullmatch(p.name) else p.name: p for place, p in state}
+        self.state = {place if _GENERATED.fullmatch(p.name) else p.name: p for place, p in held if id(p) not in inside}
         rates = {id(rate) for _, rate in self._rates}
         self.parameters = {name: p for name, p in self.state.items()
                            if id(p) in rates or (name.rpartition(".")[2] == "momentum" and p.ndim == 0)}
@@ -156,12 +155,12 @@ def _divided(optimizer: Any, state: dict[str, Parameter]) -> dict[str, Parameter
     return found
 
 
-def checked_parameters(optimizer: object, name: str = "optimizer") -> tuple[Parameter, ...]:
+def checked_parameters(optimizer: object) -> tuple[Parameter, ...]:
     """Return the parameters of `optimizer`. Raise TypeError or ValueError if it cannot use accumulated gradients."""
     parameters = getattr(optimizer, "parameters", None)
     listed = isinstance(parameters, (tuple, list)) and all(isinstance(p, Parameter) for p in parameters)
     if not callable(optimizer) or not listed:
-        raise TypeError(f"{name} is of type {type(optimizer).__name__}, expected a MindSpore optimizer; "
+        raise TypeError(f"optimizer is of type {type(optimizer).__name__}, expected a MindSpore optimizer; "
                         "give e.g. nn.SGD(network.trainable_params(), learning_rate=0.01)")
     if not parameters:
         raise ValueError("optimizer holds no parameters, expected at least one; give it network.trainable_params()")
@@ -183,12 +182,20 @@ def checked_parameters(optimizer: object, name: str = "optimizer") -> tuple[Para
     return tuple(parameters)
 
 
-def warn_if_idle(optimizer: Callable) -> None:
-    """Warn of an optimizer of `mindspore.mint` that runs op by op on CPU: it changes no parameter (MindSpore 2.10)."""
-    if type(optimizer).__module__.startswith("mindspore.mint.") and ms.get_context("device_target") == "CPU":
-        warn(f"mint.optim.{type(optimizer).__name__} changes no parameter op by op on CPU (MindSpore 2.10); call "
-             "set_context(mode=GRAPH_MODE), or use make_train_step without eager=True, or an optimizer of "
-             "mindspore.nn", UserWarning, stacklevel=2)
+@constexpr
+def require_runnable(optimizer: Any, op_by_op: bool) -> None:
+    """Raise ValueError for an optimizer that MindSpore 2.10 does not run, or runs wrongly without an error."""
+    on_cpu, op_by_op = ms.get_context("device_target") == "CPU", op_by_op and ms.get_context("mode") == ms.PYNATIVE_MODE
+    for kind in [type(holder) for _, holder in (("", optimizer), *_inside(optimizer, set()))]:
+        compiled = [hasattr(getattr(base, "construct", None), "__wrapped__") for base in kind.__mro__]  # by `ms.jit`
+        if on_cpu and kind.__module__.startswith("mindspore.mint.") and (op_by_op or kind.__name__.endswith("AdamW")):
+            wrong = "of mint has no kernel on CPU (op by op, none has); give one of mindspore.nn or experimental.optim"
+        elif op_by_op and any(compiled) and not compiled[0]:
+            wrong = ("derives from one that compiles itself, so op by op its own construct runs twice in each update; "
+                     "derive from nn.Optimizer, or from a Cell that holds an optimizer")
+        else:
+            continue
+        raise ValueError(f"the optimizer {kind.__name__} {wrong}")
 
 
 def _inside(value: object, seen: set[int], place: str = "") -> Iterator[tuple[str, Union[Tensor, nn.Cell]]]:

@@ -22,7 +22,7 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, ops
 
 from ..distributed.exchange import OneDevice
-from ..mindspore_api import jit_class
+from ..mindspore_api import isconstant, jit_class
 from ..tensors import (
     Gradients,
     Numbers,
@@ -42,6 +42,7 @@ from ..tensors import (
 )
 from .kernels import kernels_for
 from .length import WindowLength
+from .optimizers import require_runnable
 from .stages import Called, Stage
 
 # Places in `counts`: the mark; microbatches in the open window, those of them that are this rank's, and this rank's in
@@ -208,6 +209,8 @@ class Window:
 
         `applied`: the change of the counts by an update.
         """
+        if isconstant(self.zero):  # op by op
+            require_runnable(self.optimizer, True)
         ops.assign_add(self.counts, ops.depend(CLOSE, gradients[-1]))
         gradients, unit, numbers = self.exchange.window(gradients, unit, numbers)
         weight = numbers[WEIGHT]  # not unpacked: MindSpore warns of a part that is not used

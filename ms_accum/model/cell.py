@@ -12,7 +12,6 @@ from ..arguments import Uncopied, fix_options, instance_of, one_of, require_opti
 from ..core.accumulator import REDUCTIONS, Options, boundary_of
 from ..core.boundary import Status
 from ..core.length import AccumulateStep
-from ..core.optimizers import warn_if_idle
 from ..core.window import END, HELD, IN_ROW
 from ..steps.batch import NETWORK, checked_axis, positional, positions_of, samples_in_graph
 from ..steps.forward import Functions, reported, training_of
@@ -191,8 +190,6 @@ class TrainOneStepCell(Uncopied, nn.Cell):
                 boundary.graphs, self._window.unit = {}, self._inside
         if eager is not boundary.eager:
             boundary.eager, boundary.graphs = eager, {}
-            if eager:
-                warn_if_idle(self.optimizer)
             self._step = step_of(boundary, self._functions, (self.network,), self._axis, 1)
 
 

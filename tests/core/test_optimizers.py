@@ -1,5 +1,6 @@
 """What an optimizer holds: its rates and its state, at any depth, also of a Cell that calls several optimizers."""
 import inspect
+from functools import partial
 
 import mindspore as ms
 import numpy as np
@@ -224,3 +225,64 @@ def test_what_a_script_puts_into_param_groups_is_an_error():
         with pytest.raises(RuntimeError, match=f"param_groups was given another {name}, .*train_step.learning_rate"):
             rates.require_unchanged()
         optimizer.param_groups[0][name] = before
+
+
+def derived(base):
+    """A class that counts its updates and leaves them to the class it derives from."""
+    class Derived(base):
+        def __init__(self, parameters, rate):
+            super().__init__(parameters, rate)
+            self.calls = Parameter(Tensor(0, ms.int32), name="calls", requires_grad=False)
+
+        def construct(self, gradients):
+            ops.assign_add(self.calls, Tensor(1, ms.int32))
+            return super().construct(gradients)
+
+    return Derived
+
+
+class Holder(nn.Cell):
+    """What to write in its place."""
+
+    def __init__(self, parameters, rate):
+        super().__init__(auto_prefix=False)
+        self.parameters, self.optimizer = ParameterTuple(parameters), nn.SGD(parameters, rate)
+        self.calls = Parameter(Tensor(0, ms.int32), name="calls", requires_grad=False)
+
+    def construct(self, gradients):
+        ops.assign_add(self.calls, Tensor(1, ms.int32))
+        return self.optimizer(gradients)
+
+
+@pytest.mark.parametrize("where", ["graph", "op by op", "flush"])
+@pytest.mark.parametrize(("build", "message"), [
+    *((derived(base), "Derived derives .* runs twice .* derive from nn.Optimizer, or from a Cell that holds")
+      for base in (nn.SGD, nn.Adam)), (derived(optim.AdamW), None), (Holder, None)])
+def test_an_optimizer_updates_once_or_an_error_names_a_right_one(where, build, message):
+    """Also where the host flushes what was added. If the first two are right everywhere, MindSpore has changed."""
+    network = nn.Dense(3, 2)
+    optimizer, x = build(network.trainable_params(), 0.1), Tensor(np.ones((4, 3), np.float32))
+    before = network.weight.asnumpy().copy()
+    if where == "flush":
+        accumulator = Accumulator(optimizer, 9, reduction="mean")
+        accumulator.add((ops.ones((2, 3)), ops.ones(2)))
+        update = accumulator.flush
+    else:
+        update = partial(make_train_step(mean_square(network), optimizer, 1, eager=where == "op by op"), x)
+    if message and where != "graph":
+        with pytest.raises(ValueError, match=message):
+            update()
+    else:
+        update()
+        assert optimizer.calls == 1
+    assert (network.weight.asnumpy() == before).all() == bool(message and where != "graph")
+
+
+def test_an_optimizer_without_a_kernel_is_named():
+    """Those of mint that graphs can hold: before they update op by op, which would change nothing (MindSpore 2.10)."""
+    with pytest.raises(ValueError, match="the optimizer AdamW of mint has no kernel on CPU"):
+        Accumulator(mint.optim.AdamW([odd()], 0.1), 2, reduction="sum")
+    accumulator = Accumulator(mint.optim.SGD([odd()], 0.1), 2, reduction="sum")
+    accumulator.add((ops.ones(2),))
+    with pytest.raises(ValueError, match="the optimizer SGD of mint has no kernel on CPU"):
+        accumulator.flush()

@@ -2,10 +2,10 @@
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, nn
+from mindspore import Tensor, nn
 from mindspore.train import CheckpointConfig, LambdaCallback, Model, ModelCheckpoint, amp
 from support.model_runs import SIZES, TwoCells, dataset, make_cell, momentum, train
-from support.modes import compiled_graphs, recorded_warnings
+from support.modes import compiled_graphs
 from support.training import LOSS, sgd
 
 from ms_accum import FlushCallback, TrainOneStepCell
@@ -207,14 +207,3 @@ def test_declared_shapes_are_those_of_the_network():
             counts.append(compiled_graphs() - before)
             assert losses == pytest.approx([float(LOSS(network(x), y)) for x, y in data], rel=1e-5)
     assert counts == [1, 2]
-
-
-@pytest.mark.parametrize(("build", "warns"), [(mint.optim.SGD, True), (nn.SGD, False)])
-def test_an_optimizer_that_changes_nothing_op_by_op_is_warned_of(build, warns):
-    """When the parameters move, MindSpore has changed: then remove `warn_if_idle`."""
-    network, before = MLP(), values(MLP().trainable_params())
-    with running("pynative"), recorded_warnings() as caught:
-        cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), build(network.trainable_params(), 0.1), 1)
-        cell(*tensors(*batches([6])[0]))
-    assert sum("changes no parameter op by op" in str(one.message) for one in caught) == warns
-    assert (difference(before, values(network.trainable_params())) == 0) == warns

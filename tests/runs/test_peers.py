@@ -1,17 +1,14 @@
-"""What users of other libraries have: updates of a run, empty microbatches, a careful optimizer."""
-import mindspore as ms
+"""What users of other libraries have: updates of a run, empty microbatches."""
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mindspore import amp, nn
 from support import reference
 from support.modes import compiled_graphs
-from support.pages import recipe
 from support.training import LOSS, sgd, step_of
 
 from ms_accum import TrainOneStepCell, until_weight, updates_of
-from ms_accum.selftest.comparing import difference, values
-from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
+from ms_accum.selftest.networks import MLP, batches, tensors
 
 
 @pytest.mark.parametrize(("error", "message", "call"), [
@@ -60,25 +57,3 @@ def test_nothing_is_compiled_for_a_microbatch_without_rows(mode_named):
         graphs.append(compiled_graphs())
     assert graphs[1] == graphs[-1]  # the end of a window is compiled for the host when it is first needed
     assert (cell.status().update_step, cell.status().seen) == (3, 8)
-
-
-# --- an optimizer that is careful: a recipe of the guide --------------------------------------------------------------
-
-
-def test_an_optimizer_may_clip_elements_and_leave_out_updates(mode_named):
-    """As without accumulation, on the undivided batch. Controls: elements are clipped, and one update is left out."""
-    (x, y), plain, network, after = batches([8])[0], MLP(), MLP(), []
-    expected, optimizer = (recipe("recipes", "Careful")(one.trainable_params(), 0.1, 0.9) for one in (plain, network))
-    cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), optimizer, 2)
-    for scale in (1.0, 10.0, 1.0):
-        mode_named("pynative")
-        gradients = ms.grad(mean_loss(plain), None, plain.trainable_params())(*tensors(x * scale, y))
-        expected(gradients)
-        mode_named("graph")
-        for rows in (slice(4), slice(4, 8)):
-            cell(*tensors(x[rows] * scale, y[rows]))
-        after.append((values(plain.trainable_params()), max(float(g.abs().max()) for g in gradients)))
-        assert difference(values(network.trainable_params()), after[-1][0]) < 1e-4
-    assert cell.status().update_step == 3
-    assert max(largest for _, largest in after) > 0.25
-    assert difference(after[0][0], after[1][0]) == 0 < difference(after[1][0], after[2][0])
