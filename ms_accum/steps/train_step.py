@@ -189,9 +189,8 @@ class TrainStep(Uncopied):
     @property
     def update_step(self) -> int:
         """Return the number of updates. It waits for the device where windows may be dropped, or after an error."""
-        boundary = self.boundary
-        is_known = boundary.missing is not None and not boundary.window.drops
-        return boundary.updates if is_known else boundary.status().update_step
+        is_known = self.boundary.missing is not None and not self.boundary.window.drops
+        return self.boundary.updates if is_known else self.status().update_step
 
     @property
     def trained(self) -> int:

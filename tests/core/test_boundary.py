@@ -45,6 +45,10 @@ def test_the_device_is_read_only_where_the_host_cannot_know(expected, options):
         for _ in range(32):
             train_step(*BATCH)
     assert len(reads) == 2 * expected, reads
+    for ask in (lambda: train_step.update_step, lambda: train_step.updated):  # once: of counts, of sums and of `seen`
+        with counted_reads() as reads:
+            assert ask()
+        assert len(reads) == 3 * train_step.boundary.window.drops
     if train_step.boundary.window.drops:
         train_step.on_update(lambda step: None)
         with counted_reads() as reads:

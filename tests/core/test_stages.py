@@ -85,7 +85,7 @@ def test_a_stage_measures_the_gradient_of_the_mean_of_a_sum_too():
 
 
 class AnyScaler(amp.StaticLossScaler):
-    """With a scale that MindSpore's own refuse to be built with."""
+    """With a scale below 1, which MindSpore's own refuse to be built with."""
 
     def __init__(self, scale):
         super().__init__(1.0)
@@ -97,9 +97,6 @@ def accumulator(scaler, **options):
 
 
 @pytest.mark.parametrize(("error", "message", "scaler", "options"), [
-    *[(ValueError, r"the loss scale is .*, expected one finite number > 0; give e\.g\. amp\.Dyn", scaler, {})
-      for scaler in (amp.StaticLossScaler(float("nan")), amp.DynamicLossScaler(float("inf"), 2, 5),
-                     *map(AnyScaler, (0.0, -2.0, [2.0, 2.0])))],
     *[(TypeError, r"loss_scaler is of type \w+, expected a mindspore\.amp\.LossScaler; give", scaler, {})
       for scaler in (1024, amp.LossScaler)],
     (ValueError, r'loss_scaler with on_nonfinite="skip_microbatch": .* skipped every time', AnyScaler(8.0),
