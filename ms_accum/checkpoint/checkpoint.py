@@ -102,7 +102,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, step: Any, 
             raise RuntimeError(_BY_HAND.format(_counted(held)))
         return _entries(network, boundary), counts, sums, held
 
-    entries, counts, sums, held = exchange.together(state, RuntimeError)
+    entries, counts, sums, held = exchange.together(SAVE, state, RuntimeError)
     exchange.compare(SAVE, boundary.compared())
     place = [boundary.place.epochs, int(counts[ADDED]) - boundary.place.first]
     about = {"places": exchange.gathered([*place, boundary.window.unit]), "given": boundary.rates.given, "extra": extra}
@@ -113,7 +113,7 @@ def save_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, step: Any, 
             values[name] = exchange.joined(entry, whole).astype(entry.asnumpy().dtype, copy=False)
         elif exchange.rank == 0:
             values[name] = entry.asnumpy()
-    exchange.together(lambda: write_file(file, values, about) if exchange.rank == 0 else None, OSError)
+    exchange.together(SAVE, lambda: write_file(file, values, about) if exchange.rank == 0 else None, OSError)
     boundary.saved[0] = boundary.added
     if held:
         ways = _BY_MODEL if isinstance(step, nn.Cell) else _BY_STEP
@@ -172,15 +172,15 @@ def load_checkpoint(path: Union[str, os.PathLike], network: nn.Cell, step: Any, 
     file = checked_path(path, "load_checkpoint")
     exchange.require_alike(LOAD, {"path": str(path), "rates": rates})
     with ExitStack() as opened:
-        found, about = exchange.together(lambda: read_file(file, opened) if exchange.rank == 0 else ({}, {}),
+        found, about = exchange.together(LOAD, lambda: read_file(file, opened) if exchange.rank == 0 else ({}, {}),
                                          CheckpointError)
         listed = [(entry.name, entry.dtype.name, entry.shape) for entry in found.values()]
         listed, about = exchange.gathered([listed, about])[0]
         found = found or {name: Entry(None, name, np.dtype(dtype), tuple(shape)) for name, dtype, shape in listed}
-        entries = exchange.together(partial(_fitting, file, network, boundary, found, about), CheckpointError)
+        entries = exchange.together(LOAD, partial(_fitting, file, network, boundary, found, about), CheckpointError)
 
         def value_of(name: str) -> np.ndarray:
-            return exchange.sent(exchange.together(found[name].read, OSError))
+            return exchange.sent(exchange.together(LOAD, found[name].read, OSError))
 
         def assign() -> None:
             for name, entry in entries.items():

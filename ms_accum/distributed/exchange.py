@@ -71,7 +71,7 @@ class OneDevice:
         """Return a JSON value of each rank."""
         return [value]
 
-    def together(self, do: Callable[[], Any], failure: type[Exception]) -> Any:
+    def together(self, what: int, do: Callable[[], Any], failure: type[Exception]) -> Any:
         """Return what `do` returns, once every rank has called it. If it fails on a rank, the others raise `failure`.
         """
         return do()

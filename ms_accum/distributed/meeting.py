@@ -31,8 +31,8 @@ _FACTS = "rank {} and rank 0 differ in {}: {}; give every rank the same network 
 _MIXED = ("an exchange of ms_accum was mixed with another collective of this script; run collectives of your own only "
           "where every rank does, between the same two calls, and " + _AGAIN)
 _LATE = ("rank {} {}, but another rank does not come: it is late, has ended or has failed; see the messages of all "
-         "ranks. A new shape on one rank keeps the others waiting while it compiles: the environment variable "
-         "MS_CPU_COMM_OP_TIMEOUT (seconds) lets ranks on CPU wait longer. MindSpore says:\n{}")
+         "ranks. A slow disk of one rank, or a new shape that it compiles, keeps the others waiting: the environment "
+         "variable MS_CPU_COMM_OP_TIMEOUT (seconds) lets ranks on CPU wait longer")
 _EXCHANGE_FAILED = re.compile(r"Launch kernel failed.*(AllReduce|AllGather|ReduceScatter|Broadcast)")
 _names: list[str] = []  # the first parameter of each accumulator that exchanges, in the order in which they were built
 _gathering: dict[str, Callable] = {}  # graphs that gather rows, by the group of ranks
@@ -113,7 +113,7 @@ class Meeting(OneDevice):
         rows = self._collected(np.frombuffer(data.ljust(-(-max(lengths) // 4) * 4), np.int32))
         return [json.loads(row.tobytes()[:length]) for row, length in zip(rows, lengths)]
 
-    def together(self, do: Callable[[], Any], failure: type[Exception]) -> Any:
+    def together(self, what: int, do: Callable[[], Any], failure: type[Exception]) -> Any:
         """See `OneDevice`."""
         result, error = None, None
         try:
@@ -121,7 +121,7 @@ class Meeting(OneDevice):
         # The other ranks wait, so they must be told of any error before it is raised.
         except Exception as caught:
             error = caught
-        failed = np.flatnonzero(self._collected(np.array([error is not None], np.int32))[:, 0])
+        failed = np.flatnonzero(self._collected(np.array([error is not None], np.int32), what)[:, 0])
         if error is not None:
             raise error
         if len(failed):
@@ -131,7 +131,7 @@ class Meeting(OneDevice):
     def summed(self, count: Callable[[], np.ndarray]) -> np.ndarray:
         """See `OneDevice`."""
         self._meet(EVALUATE)
-        own = np.ascontiguousarray(self.together(count, RuntimeError), np.float64)
+        own = np.ascontiguousarray(self.together(EVALUATE, count, RuntimeError), np.float64)
         return self._collected(own.view(np.int32)).view(np.float64).sum(0)
 
     def sent(self, value: np.ndarray) -> np.ndarray:
@@ -201,11 +201,11 @@ class Meeting(OneDevice):
         values = [f"rank {rank} has {str(found[rank].get(name))[:200]}" for rank in (0, *others[:1])]
         _end(message.format(_listed(others), name, ", ".join(values)))
 
-    def _collected(self, numbers: np.ndarray) -> np.ndarray:
+    def _collected(self, numbers: np.ndarray, what: int = 0) -> np.ndarray:
         """Return int32 numbers of all ranks, `(ranks, length)`: as many of each."""
         if _computes_nothing():
             return np.stack([numbers] * self.ranks)
-        return self._exchanged(lambda: ops.AllGather()(Tensor(numbers)), 0).reshape(self.ranks, -1)
+        return self._exchanged(lambda: ops.AllGather()(Tensor(numbers)), what).reshape(self.ranks, -1)
 
     def _exchanged(self, exchange: Callable[[], Tensor], what: int) -> np.ndarray:
         try:
@@ -213,7 +213,7 @@ class Meeting(OneDevice):
         except RuntimeError as error:
             if not _EXCHANGE_FAILED.search(str(error)):
                 raise
-            _end(_LATE.format(self.rank, _said(what, self.number), error))
+            _end(_LATE.format(self.rank, _said(what, self.number)))
 
 
 def _end(message: str) -> NoReturn:

@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from support.pages import PAGES, blocks_of
 from support.rank_cases import every, four, own_mean
 
 pytest_plugins = ["support.launch"]
@@ -165,12 +166,20 @@ def test_every_elementwise_optimizer(left_by, launch, case):
 
 @pytest.mark.slow
 def test_a_rank_that_is_left_alone_says_so(folder_of):
-    """And that it may be late, which call waits, and how to wait longer."""
-    said = json.loads((folder_of("left") / "rank0.json").read_text(encoding="utf-8"))["left_alone"]
-    assert re.match(r"RanksDiffer: rank 0 closes a window of accumulator 0 \(0.weight\), but another "
-                    "rank does not come: it is late, has ended or has failed; .* A new shape on one rank keeps the "
-                    "others waiting while it compiles: .* MS_CPU_COMM_OP_TIMEOUT", said)
-    assert "Launch kernel failed" in said
+    """And that it may be late, which call waits, e.g. for a slow disk, and how to wait longer."""
+    said = json.loads((folder_of("left") / "rank1.json").read_text(encoding="utf-8"))["left_alone"]
+    assert re.match(r"RanksDiffer: rank 1 saves accumulator 0 \(0.weight\), but another rank does not come: it is "
+                    "late, has ended or has failed; .* A slow disk .* MS_CPU_COMM_OP_TIMEOUT", said)
+
+
+@every("recipes")
+def test_recipes_print_on_two_ranks_what_they_print_on_one_device(left_by, launch, case):
+    """The first block, or all of them: files that both ranks see, a signal that one of them gets. Rank 0 has logs."""
+    blocks = blocks_of(PAGES["recipes"])
+    for rank, printed in enumerate(left_by(case, launch)):
+        assert len(printed) == min(int(case.partition(":")[2]), len(blocks)) > 0
+        for said, block in zip(printed, blocks):
+            assert block.agrees(said) or (rank, said) == (1, ""), (block.code, said)
 
 
 def test_a_rank_that_fails_ends_the_run(folder_of):

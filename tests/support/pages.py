@@ -1,13 +1,10 @@
 """Pages, docstrings and notebooks: what they hold, and a process that runs their blocks."""
 import doctest
-import importlib
 import inspect
 import json
 import re
 import subprocess
 import sys
-import tempfile
-from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,19 +22,6 @@ PUBLIC = {
     for name, value in vars(door).items() if inspect.isclass(value) or inspect.isfunction(value)}
 # An exception is documented where it is raised.
 EXCEPTIONS = [name for name, value in PUBLIC.items() if inspect.isclass(value) and issubclass(value, Exception)]
-_RECIPES = tempfile.TemporaryDirectory()
-
-
-@cache
-def recipe(page, name):
-    """A class of the guide, from a file of its own: graph mode reads the source of what it compiles, and imports it."""
-    code = re.search(rf"^class {name}.*?(?=^\S|^```)", PAGES[page], re.MULTILINE | re.DOTALL)[0]
-    path = Path(_RECIPES.name) / f"recipe_of_{name}.py"
-    path.write_text(f"import mindspore as ms\nfrom mindspore import Tensor, nn, ops\n\n{code}", encoding="utf-8")
-    if _RECIPES.name not in sys.path:
-        sys.path.append(_RECIPES.name)
-    return getattr(importlib.import_module(path.stem), name)
-
 
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
@@ -79,14 +63,18 @@ def docstring_block(name):
     return Block("".join(example.source for example in examples), "".join(example.want for example in examples))
 
 
+def written(path, blocks):
+    """Write blocks as a script, and return its path: graph mode reads the source of functions."""
+    path.write_text("".join(f"{block.code}\nended()\n" for block in blocks), encoding="utf-8")
+    return path
+
+
 def run_blocks(scripts):
     """Run scripts of several blocks each in one process.
 
     Return by script what each block printed, and how many figures it drew.
     """
-    paths = [Path.cwd() / f"{name}.py" for name in scripts]
-    for path, blocks in zip(paths, scripts.values()):
-        path.write_text("".join(f"{block.code}\nended()\n" for block in blocks), encoding="utf-8")
+    paths = [written(Path.cwd() / f"{name}.py", blocks) for name, blocks in scripts.items()]
     command = [sys.executable, Path(__file__).with_name("run_blocks.py"), *paths]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from time import perf_counter, sleep
+from unittest.mock import patch
 
 import mindspore as ms
 import numpy as np
@@ -23,7 +24,9 @@ from ms_accum import Accumulator, DataParallel, make_train_step, shard_parameter
 from ms_accum.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from ms_accum.distributed import meeting
 from ms_accum.distributed.exchange import BUILD, LOAD, SAVE
-from support import protocols
+from support import protocols, run_blocks
+from support.modes import running
+from support.pages import PAGES, blocks_of, written
 from support.protocols import KINDS, batch_of, drawn, expected, flat, forward_of, network_of, optimizer_of, step_of
 from support.scripts import run_here
 
@@ -31,13 +34,13 @@ MNIST = ("--epochs", "2", "--batch-size", "400", "--momentum", "0.9", "--save", 
 FAST = ("fast",)
 LAUNCHES = {  # ranks, cases
     "fast": (2, ["drawn:0:12", "named", "calls", "by_hand", "values", "resumed", "held", "evaluated", "stuck",
-                 "failing"]),
+                 "recipes:1", "failing"]),
     "drawn": (2, [f"drawn:{first}:100" for first in range(100, 500, 100)]),
     "four": (4, ["drawn:1000:100", "values", "resumed"]),
     "uncompared": (2, ["uncompared"]),
     "optimizers": (2, ["optimizers"]),
     "left": (2, ["left_alone"]),
-    "scripts": (2, ["mnist", "mnist_zero"]),
+    "scripts": (2, ["mnist", "mnist_zero", "recipes:99"]),
 }
 PLAIN = drawn(2, 2)._replace(kind="window", length=2, tokens=False, is_sum=False, clip_norm=None, adam=True,
                              bucket_mib=32, drops="apply", pieces=1, compiled=False, min_weight=None)
@@ -242,7 +245,7 @@ def values(rank):
             "cut": bool((cut == state.asnumpy()).all()), "sizes": [state.size, whole.size],
             "sent": bits.tobytes().hex(), "half": exchange.sent(np.array([rank + 1.5], np.float16)).tolist(),
             "sum": exchange.summed(lambda: np.array([1e-9, 1.0])).tolist(),
-            "together": said_by(exchange.together, partial(_fails_on_rank_1, rank), KeyError),
+            "together": said_by(exchange.together, SAVE, partial(_fails_on_rank_1, rank), KeyError),
             "alike": said_by(exchange.require_alike, LOAD, {"a": 1}),
             "apart": said_by(exchange.require_alike, LOAD, {"a": 1, "b": 2 * (rank == 1)}),
             "equal": said_by(exchange.compare, BUILD, {"state": [whole]})}
@@ -364,14 +367,20 @@ def _mnist(folder, *options):
     return history["loss"], history["accuracy"]
 
 
+def recipes(rank, count):
+    """What the first blocks of recipes.md print, in one folder of all ranks; op by op if not all of them run."""
+    blocks, folder = blocks_of(PAGES["recipes"]), FOLDER / f"recipes-{count}"
+    path = written(FOLDER / f"recipes_{count}_{rank}.py", blocks[:int(count)])
+    folder.mkdir(exist_ok=True)
+    with running("jit" if int(count) >= len(blocks) else "pynative"):
+        return [printed for printed, _ in run_blocks.run(path, folder)]
+
+
 def left_alone(rank):
-    """What rank 0 says when rank 1 leaves its epoch early, and lives on for longer than MindSpore waits."""
-    _, step = step_of(PLAIN, 0)
-    if rank == 0:
-        return said_by(list, step.epoch(four(rank)))
-    next(step.epoch(four(rank)))
-    sleep(60)
-    return "left"
+    """What rank 1 says when the disk of rank 0 takes longer than MindSpore waits."""
+    network, step = step_of(PLAIN, 0)
+    with patch("ms_accum.checkpoint.checkpoint.write_file", lambda *_: sleep(60)):
+        return said_by(save_checkpoint, FOLDER / "slow.safetensors", network, step)
 
 
 def failing(rank):

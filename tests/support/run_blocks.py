@@ -21,7 +21,8 @@ def state():
     return dict(os.environ), ms.get_context("mode"), ms.get_context("device_target"), ms.get_seed()
 
 
-def run(path):
+def run(path, folder):
+    """Run a script in a folder. Return what each block printed, and how many figures it drew."""
     blocks = []
 
     def ended():
@@ -32,10 +33,6 @@ def run(path):
         if drawing:
             drawing.close("all")
 
-    folder = path.with_suffix("")
-    folder.mkdir()
-    (folder / "tutorials").symlink_to(TUTORIALS)
-    (folder / "mnist").symlink_to(TUTORIALS / "mnist")
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     ms.set_context(mode=ms.PYNATIVE_MODE)
@@ -45,6 +42,14 @@ def run(path):
     return blocks
 
 
+def folder_beside(path):
+    folder = path.with_suffix("")
+    folder.mkdir()
+    (folder / "tutorials").symlink_to(TUTORIALS)
+    (folder / "mnist").symlink_to(TUTORIALS / "mnist")
+    return folder
+
+
 if __name__ == "__main__":
     os.environ.pop("MS_DEV_HOST_BLOCKING_RUN", None)
     before = state()
@@ -52,5 +57,5 @@ if __name__ == "__main__":
 
     unchanged = state() == before
     ms_accum.avoid_busy_waiting()
-    printed = {path.stem: run(path) for path in map(Path, sys.argv[1:])}
+    printed = {path.stem: run(path, folder_beside(path)) for path in map(Path, sys.argv[1:])}
     print(json.dumps({"unchanged": unchanged, "file": ms_accum.__file__, "printed": printed}))
