@@ -16,7 +16,7 @@ import numpy as np
 
 T = TypeVar("T")
 LARGEST_INT32 = 2**31 - 1  # counters are int32, and a larger constant would wrap around in a comparison with them
-_ELSEWHERE = {"gradient_accumulation_steps": "accumulate_step", "max_grad_norm": "clip_norm"}  # in other libraries
+_OTHERS = {"gradient_accumulation_steps": "accumulate_step", "max_grad_norm": "clip_norm", "scale_sense": "loss_scaler"}
 
 
 def whole_number(name: str, value: Any, remedy: str = "", *, minimum: int = 1, maximum: Optional[int] = None) -> int:
@@ -86,7 +86,7 @@ def require_options(function: Any, given: Iterable[str], options: type) -> None:
     known = (*own, *options.__annotations__)
     for name in given:
         if name not in options.__annotations__:
-            close = [_ELSEWHERE[name]] if name in _ELSEWHERE else get_close_matches(name, known, 1)
+            close = [_OTHERS[name]] if name in _OTHERS else get_close_matches(name, known, 1)  # in other libraries
             hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
             called = function.__qualname__.removesuffix(".__init__")
             raise TypeError(f"{called}() got an unexpected argument {name}; {hint}")

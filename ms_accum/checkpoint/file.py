@@ -38,7 +38,7 @@ class CheckpointError(ValueError):
     """Report a file that cannot be resumed from; nothing was loaded."""
 
 
-class OfMindSpore(CheckpointError):
+class WeightsOnlyError(CheckpointError):
     """Report a file of `mindspore.save_checkpoint`, which holds weights alone."""
 
 
@@ -189,8 +189,8 @@ def read_file(path: Path, opened: ExitStack) -> tuple[dict[str, Entry], dict]:
         raise CheckpointError(f"{path} is truncated, damaged or not in the format safetensors ({one_line(error)}); "
                               "restore it from a copy") from error
     if reader.metadata.get("format") == "ms":
-        raise OfMindSpore(f"{path} was written by mindspore.save_checkpoint, so no training can resume from it; load "
-                          "its weights alone: ms_accum.load_weights(path, network)")
+        raise WeightsOnlyError(f"{path} was written by mindspore.save_checkpoint, so no training can resume from it; "
+                               "load its weights alone: ms_accum.load_weights(path, network)")
     if _ABOUT not in reader.metadata:
         raise CheckpointError(f"{path} is not a checkpoint of ms_accum; give a file that save_checkpoint wrote")
     try:

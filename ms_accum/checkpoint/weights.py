@@ -13,7 +13,7 @@ from mindspore import Tensor, nn, ops
 
 from ..arguments import instance_of, one_line
 from ..tensors import buffers_of
-from .file import SUFFIX, CheckpointError, OfMindSpore, read_file
+from .file import SUFFIX, CheckpointError, WeightsOnlyError, read_file
 
 
 def load_weights(source: Union[str, os.PathLike, Mapping[str, Tensor]], network: nn.Cell) -> None:
@@ -71,7 +71,7 @@ def _read(path: Union[str, os.PathLike], names: Iterable[str]) -> Mapping[str, T
     path = Path(path)
     if not path.exists():
         raise FileNotFoundError(f"there is no checkpoint {path}; give a file that ms_accum or MindSpore wrote")
-    with suppress(OfMindSpore), ExitStack() as opened:
+    with suppress(WeightsOnlyError), ExitStack() as opened:
         if path.suffix == SUFFIX:
             entries, _ = read_file(path, opened)
             return {name: Tensor.from_numpy(entries[name].read()) for name in names if name in entries}

@@ -208,12 +208,14 @@ def cells_to_train(run_context: RunContext) -> list[TrainOneStepCell]:
         raise ValueError("Model got a loss_fn together with a TrainOneStepCell, which would get the data without the "
                          "labels; give Model(TrainOneStepCell(nn.WithLossCell(network, loss_fn), ...)) without it")
     for callback in context.list_callback:
-        name, inner = type(callback).__name__, getattr(callback, "callback", callback)
+        name, inner, wrong = type(callback).__name__, getattr(callback, "callback", callback), ""
         if isinstance(callback, (train.LearningRateScheduler, train.ReduceLROnPlateau)):
-            raise ValueError(f"{name} needs the optimizer, which Model does not know; give PerUpdate({name}(...))")
+            wrong = f"{name} needs the optimizer, which Model does not know; give PerUpdate({name}(...))"
         if isinstance(inner, train.EarlyStopping) and inner.restore_best_weights:
-            raise ValueError("EarlyStopping has restore_best_weights=True, which gives parameters new memory; leave it "
-                             "out, and restore saved weights with load_checkpoint or ops.assign")
+            wrong = ("EarlyStopping has restore_best_weights=True, which gives parameters new memory; leave it out, "
+                     "save in a callback, and restore with ms_accum.load_weights")
+        if wrong:
+            raise ValueError(wrong)
     return cells
 
 

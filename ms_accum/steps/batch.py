@@ -150,7 +150,7 @@ def layout(batch: tuple, batch_axis: int = 0, eager: bool = False) -> tuple[int,
     if eager:  # then a batch may hold any object
         ranks = tuple([rank if isinstance(argument, Tensor) and argument.dtype != ms.string else None
                        for rank, argument in zip(ranks, batch)])
-    place = place_of(ranks, batch_axis)
+    place = place_of(ranks, batch_axis, tuple(map(str, map(type, batch))))
     axes = [axis_of(argument.ndim, batch_axis) if rank else None for rank, argument in zip(ranks, batch)]
     lengths = [None if axis is None else argument.shape[axis] for argument, axis in zip(batch, axes)]
     samples: Any = lengths[place]
@@ -170,16 +170,17 @@ def _rank(argument: Any) -> Optional[int]:
     return -1 if isinstance(argument, (tuple, list, dict)) else None
 
 
-def place_of(ranks: tuple, batch_axis: int) -> int:
-    """Return the place of the first Tensor with axes. `ranks`: what `_rank` returns for each argument."""
+def place_of(ranks: tuple, batch_axis: int, kinds: tuple[str, ...] = ()) -> int:
+    """Return the place of the first Tensor with axes. `ranks`: of arguments of these `kinds`, by `_rank`."""
     if -1 in ranks:  # graph mode would take the Tensors inside a tuple for constants, and compile again for each batch
         raise TypeError("the batch holds a tuple, list or dict, expected Tensors and plain values; give each Tensor as "
                         "an argument of its own (a dict as **batch)")
     place = next((place for place, rank in enumerate(ranks) if rank), None)
     if place is None:
-        given = ["no Tensor" if rank is None else "a Tensor of shape ()" for rank in ranks]
-        raise ValueError(f"the batch is {', '.join(given) or 'empty'}, expected at least one Tensor with axes; axis "
-                         f"{batch_axis} of the first one is the batch")
+        kinds = kinds or ("no Tensor",) * len(ranks)
+        given = [kind if rank is None else "a Tensor of shape ()" for rank, kind in zip(ranks, kinds)]
+        raise ValueError(f"the batch is {', '.join(given) or 'empty'}, expected at least one Tensor of MindSpore or "
+                         f"NumPy array with axes; axis {batch_axis} of the first one is the batch")
     return place
 
 

@@ -195,8 +195,10 @@ def test_which_arguments_are_cut():
 
 @pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize(("error", "message", "batch"), [
-    *[(ValueError, r"expected at least one Tensor with axes; axis 0 of the first one is the batch", batch)
-      for batch in ((), (None,), (3, "x"), (Tensor(1.0),))],
+    *[(ValueError, f"the batch is {given}, expected at least one .* NumPy array with axes; axis 0 of the first one is "
+       "the batch", batch)
+      for given, batch in (("empty", ()), ("<class 'NoneType'>", (None,)), ("<class 'int'>, <class 'str'>", (3, "x")),
+                           (r"a Tensor of shape \(\)", (Tensor(1.0),)))],
     *[(TypeError, "the batch holds a tuple, list or dict, expected Tensors .* as an argument of its own",
        (ROWS_OF_4, nested)) for nested in ((Tensor(1.0),), [Tensor(1.0)], {"x": Tensor(1.0)})],
 ])

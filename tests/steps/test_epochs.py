@@ -292,6 +292,7 @@ LISTED = [lambda x, y: 1.0][0]
 
 @pytest.mark.parametrize(("error", "message", "options"), [
     (TypeError, r"gradient_accumulation_steps; did you mean accumulate_step\?", {"gradient_accumulation_steps": 2}),
+    (TypeError, r"scale_sense; did you mean loss_scaler\?", {"scale_sense": 2.0}),
     (ValueError, 'got a loss_scaler with on_nonfinite="skip_microbatch"',
      {"loss_scaler": amp.StaticLossScaler(8), "on_nonfinite": "skip_microbatch"}),
     (TypeError, "weight_fn is a lambda whose source.*define it with def", {"weight_fn": LISTED}),
