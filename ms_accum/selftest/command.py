@@ -45,8 +45,8 @@ examples:
   ms-accum selftest --quick                    # float32 only, each check once
   ms-accum selftest --device Ascend --json ascend.json
   ms-accum selftest --rows "save and resume"   # only these rows
-  msrun --worker_num=2 --local_worker_num=2 --join=True --log_dir=ranks \\
-      --tail_worker_log=0 python -m ms_accum selftest
+  msrun --worker_num=2 --local_worker_num=2 --join=True --log_dir=ranks --master_port=8118 \\
+      --tail_worker_log=0 python -m ms_accum selftest   # nothing for a minute: give another port
 
 exit status: 0 if no row fails, 1 if one does or none could run, 2 for a bad command line or without pytest"""
 

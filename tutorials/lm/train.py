@@ -7,7 +7,8 @@ batch. After each epoch, the bits per byte of other documents are measured. It t
   python train.py --text book.txt          on a file, whose documents are separated by empty lines
   python train.py --compare                also with the mean of means: what does this common mistake cost?
   python train.py --save run.safetensors   to continue after kill -9, add --resume run.safetensors
-  msrun --worker_num=2 --local_worker_num=2 --join=True --log_dir=ranks --tail_worker_log=0 python train.py --zero 1
+  msrun --worker_num=2 --local_worker_num=2 --master_port=8118 --join=True --log_dir=ranks --tail_worker_log=0 \\
+      python train.py --zero 1             on two ranks; if they say nothing for a minute, give another free port
 """
 import argparse
 import os

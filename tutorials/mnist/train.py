@@ -4,7 +4,8 @@
   python train.py --data full              on all 60,000, downloaded once
   python train.py --compare                also without accumulation: are the parameters equal?
   python train.py --save run.safetensors   to continue after kill -9, add --resume run.safetensors
-  msrun --worker_num=2 --local_worker_num=2 --join=True --log_dir=ranks --tail_worker_log=0 python train.py --zero 1
+  msrun --worker_num=2 --local_worker_num=2 --master_port=8118 --join=True --log_dir=ranks --tail_worker_log=0 \\
+      python train.py --zero 1             on two ranks; if they say nothing for a minute, give another free port
 """
 import argparse
 import os
