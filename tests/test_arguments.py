@@ -42,7 +42,6 @@ ACCEPTED = {
     (make_train_step, "network"): {"None"},
     (DataParallel, "sync"): {"None"},
     (DataParallel, "zero"): {"0", "2"},
-    (DataParallel, "broadcast"): {"True"},
     (DataParallel, "bucket_mib"): {"2", "2.5", "1e-300", "2**31", "1/3", "np.float32"},
 }
 

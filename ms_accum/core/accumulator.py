@@ -121,8 +121,7 @@ class Accumulator(Uncopied):
 
     It works inside `ms.jit` and in PyNative. With `reduction="mean"`, give undivided mean losses, and the number of
     samples (or unmasked tokens) as weights: the update then equals the full-batch update up to rounding. With "sum",
-    *the script divides its loss by `accumulate_step`*, as in MindSpore's tutorial. In a new script, prefer
-    `make_train_step` or `TrainOneStepCell`, which know the place in the data.
+    *the script divides its loss by `accumulate_step`*, as in MindSpore's tutorial. New scripts use `make_train_step`.
 
     Args:
         optimizer: A MindSpore optimizer without a `loss_scale` of its own.
@@ -139,7 +138,7 @@ class Accumulator(Uncopied):
             0; with "apply", it updates with a gradient of 0.
         max_skips: Largest number of windows that may be dropped in a row; one more raises a RuntimeError, at a flush or
             in each 64th microbatch of an epoch. None: no limit.
-        reducer: A `DataParallel`, for several ranks; then `add` in the graph, and call `close()` after it.
+        reducer: A `DataParallel` of `sync="window"`, for several ranks; `add` in the graph, then call `close()`.
         stages: A tuple of stages, such as a `ms_accum.batch_size.GradientNoiseScale`; see `ms_accum.Stage`.
         loss_scaler: A `mindspore.amp.StaticLossScaler` or `DynamicLossScaler`, for networks that compute in float16;
             differentiate `scaled(loss)`. The gradient is divided by the scale, and the scaler adjusted, once for each
@@ -178,6 +177,8 @@ class Accumulator(Uncopied):
                                     reduction=reduction, needs_buffers=True, eager=True, clip_norm=clip_norm,
                                     **options)
         self.window = window = self.boundary.window
+        if window.exchange.sums_each:
+            raise ValueError('by hand, ranks meet only where a window closes; give sync="window", or make_train_step')
         window.unit = window.unit or 1.0
         self.weights = ParameterTuple(window.exchange.parameters)
         self.names, self.shapes = tuple(p.name for p in self.weights), tuple(tuple(p.shape) for p in self.weights)

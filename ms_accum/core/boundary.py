@@ -389,7 +389,6 @@ class Boundary:
         counts, sums = self._copies()
         _require_whole(counts[MARK])
         if self.max_skips is not None and counts[IN_ROW] > self.max_skips:
-            self.window.exchange.stop()
             raise RuntimeError(_STUCK.format(counts[IN_ROW], counts[SKIPPED], self.max_skips, counts[UPDATES]))
         return counts.tolist(), sums.tolist()
 

@@ -16,52 +16,40 @@ from mindspore.ops import constexpr
 
 from ..mindspore_api import GlobalComm, jit_class
 from ..tensors import Gradients, Numbers, Scalar, as_vector, mapped, scaled, unstack
+from .meeting import group_of
 
 MEBIBYTE = 2**20
-_split, _slice = ops.split, ops.Slice()
+_split, _slice, each = ops.split, ops.Slice(), ops.HyperMap()
 
 
 @jit_class
-class Sum:
-    """Sum over a group of ranks. With several parts, each rank keeps one of them: ReduceScatter.
+class Group:
+    """The collectives of a group of ranks, in which this rank has a place.
 
-    MindSpore 2.10 has no ReduceScatter on CPU: there, each rank keeps its part of an AllReduce.
+    On CPU, MindSpore 2.10 lacks ReduceScatter: there, each rank keeps its part of a sum. Of some of the ranks, it lacks
+    AllGather, too: there, that is a sum with zeros in place of the rows of others.
     """
 
-    def __init__(self, group: str, place: int = 0, parts: int = 1) -> None:
-        self.place, self.parts, self.all = place, parts, ops.AllReduce(group=group)
-        scatters = parts > 1 and ms.get_context("device_target") != "CPU"
-        self.scatter = ops.ReduceScatter(group=group) if scatters else None
+    def __init__(self, ranks: range, place: int) -> None:
+        name, on_cpu = group_of(ranks), ms.get_context("device_target") == "CPU"
+        self.place, self.size, self.sum = place, len(ranks), ops.AllReduce(group=name)
+        self.scatter = None if on_cpu else ops.ReduceScatter(group=name)
+        self.gather = None if on_cpu and name != GlobalComm.WORLD_COMM_GROUP else ops.AllGather(group=name)
 
-    def __call__(self, flat: Tensor) -> Tensor:
-        """Return the sum, or this rank's part of it."""
+    def part(self, flat: Tensor) -> Tensor:
+        """Return this rank's part of the sum."""
         if self.scatter is not None:
             return self.scatter(flat)
-        if self.parts == 1:
-            return self.all(flat)
-        length = flat.shape[0] // self.parts
-        return _slice(self.all(flat), (self.place * length,), (length,))
+        length = flat.shape[0] // self.size
+        return _slice(self.sum(flat), (self.place * length,), (length,))
 
-
-@jit_class
-class Gather:
-    """Gather a row of each rank in a group, `(ranks, length)`.
-
-    On CPU, MindSpore 2.10 gathers of all ranks together only: there, it is a sum with zeros in place of other rows.
-    """
-
-    def __init__(self, group: str, place: int, parts: int) -> None:
-        self.place, self.parts = place, parts
-        gathers = ms.get_context("device_target") != "CPU" or group == GlobalComm.WORLD_COMM_GROUP
-        self.run = ops.AllGather(group=group) if gathers else ops.AllReduce(group=group)
-        self.gathers = gathers
-
-    def __call__(self, row: Tensor) -> Tensor:
-        """Return all rows."""
-        if not self.gathers:
-            before, after = self.place * row.shape[0], (self.parts - 1 - self.place) * row.shape[0]
-            row = ops.concat((ops.zeros(before, row.dtype), row, ops.zeros(after, row.dtype)))
-        return self.run(row).reshape(self.parts, -1)
+    def rows(self, row: Tensor) -> Tensor:
+        """Return the rows of all ranks, `(ranks, length)`."""
+        if self.gather is not None:
+            return self.gather(row).reshape(self.size, -1)
+        before, after = self.place * row.shape[0], (self.size - 1 - self.place) * row.shape[0]
+        row = ops.concat((ops.zeros(before, row.dtype), row, ops.zeros(after, row.dtype)))
+        return self.sum(row).reshape(self.size, -1)
 
 
 @jit_class
@@ -88,7 +76,7 @@ class Buckets:
         self.order = tuple(places.index(i) for i in range(len(places)))
         self.carries = self.dtypes[self.members[-1][0]] == ms.float32
 
-    def summed(self, add: Sum, gradients: Gradients, factor: Scalar, numbers: Numbers) -> tuple[Gradients, Numbers]:
+    def summed(self, group: Group, gradients: Gradients, factor: Scalar, numbers: Numbers) -> tuple[Gradients, Numbers]:
         """Return the sums of `factor * gradients` over a group, or this rank's rows of them, flat, and of numbers.
 
         The numbers travel with the first bucket if it is of float32. Each collective waits for the one before: all
@@ -97,7 +85,7 @@ class Buckets:
         token, summed, carried = as_vector(numbers), (), len(numbers) * self.carries
         sums = token
         if not carried:
-            token = sums = add.all(token)
+            token = sums = group.sum(token)
         for members in self.backwards:
             own, length = taken(gradients, members), widths_of(members, self.widths)
             rows = mapped(_row, (factor, token, self.dtypes[members[0]], self.parts), own,
@@ -105,7 +93,8 @@ class Buckets:
             if carried:
                 rows = (*rows, ops.broadcast_to(sums, (self.parts, carried)))
             flat = (ops.concat(rows, 1) if len(rows) > 1 else rows[0]).reshape(-1)
-            flat = add(ops.depend(flat, token))
+            flat = ops.depend(flat, token)
+            flat = group.sum(flat) if self.parts == 1 else group.part(flat)
             # Ascend frees what was sent once a kernel has read the sum. To wait for the sum itself would not free it.
             token = _slice(flat, (0,), (1,))
             split = _split(flat, (*length, carried) if carried else length)
@@ -117,12 +106,12 @@ class Buckets:
             summed, carried = (*found, *summed), 0
         return taken(summed, self.order), unstack(sums)
 
-    def gathered(self, gather: Gather, rows: Gradients, token: Tensor) -> Gradients:
+    def gathered(self, group: Group, rows: Gradients, token: Tensor) -> Gradients:
         """Return whole tensors, given this rank's rows of them, exchanged after `token`."""
         found = ()  # type: Gradients
         for members in self.members:
             row = ops.depend(joined(taken(rows, members)), token)
-            row = gather(row)
+            row = group.rows(row)
             token = row
             found = (*found, *self.wholes(row, members))
         return taken(found, self.order)
@@ -203,16 +192,6 @@ def cut(place: tuple[int, int], whole: Tensor) -> Tensor:
     return _slice(padded(whole.reshape(-1), width * parts), (part * width,), (width,))
 
 
-def assigned(_: None, parameter: Parameter, value: Tensor) -> None:
-    """Assign a value."""
-    ops.assign(parameter, value)
-
-
 def changed(after: Tensor, part: Parameter, before: Tensor) -> Tensor:
     """Return the change of a slice, computed after `after`."""
     return part - ops.depend(before, after)
-
-
-def add_change(_: None, whole: Parameter, change: Tensor) -> None:
-    """Add a change to a parameter."""
-    ops.assign_add(whole, change)

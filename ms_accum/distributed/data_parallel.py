@@ -9,7 +9,7 @@ from typing import Any, Optional
 from warnings import warn
 
 import mindspore as ms
-from mindspore import Parameter, ParameterTuple, Tensor, ops
+from mindspore import Parameter, Tensor, ops
 
 from ..arguments import boolean, instance_of, number, one_of, whole_number
 from ..mindspore_api import GlobalComm, get_auto_parallel_context, get_group_size, get_local_rank_size, get_rank
@@ -57,11 +57,9 @@ class DataParallel:
             `shard_parameters(...)`: each rank updates 1/n of each parameter, and holds the optimizer's state for it.
             2: the accumulated gradients are divided, too, and are scattered in each microbatch; with `sync="node"`,
             among the ranks of a node. On CPU, which has no ReduceScatter, an AllReduce takes its place.
-        broadcast: Whether to copy the parameters from rank 0 at the start. If False, they must already be equal.
         bucket_mib: Size of the gradients in one collective, in mebibytes.
         ranks_per_node: With `sync="node"`: the number of ranks in each node, which have consecutive numbers. None: the
             number that msrun started on this host.
-        compare: Whether to compare values, by checksums: frozen parameters when a step is built, and those above.
         elementwise: With `zero`: that an optimizer of your own updates each element without looking at others or at
             shapes. MindSpore's optimizers that do so are known by name.
 
@@ -88,121 +86,90 @@ class DataParallel:
 
     sync: Optional[str] = None
     zero: int = 0
-    broadcast: bool = True
     bucket_mib: float = 32
     ranks_per_node: Optional[int] = None
-    compare: bool = True
     elementwise: bool = False
 
     def __post_init__(self) -> None:
         one_of("sync", self.sync, (None, *_SYNC))
         whole_number("zero", self.zero, "0, 1 and 2 are the stages of ZeRO", minimum=0, maximum=2)
-        boolean("broadcast", self.broadcast)
-        boolean("compare", self.compare)
         boolean("elementwise", self.elementwise)
         number("bucket_mib", self.bucket_mib, lambda size: 0 < size < inf, "a finite number of mebibytes > 0")
         # One field says when ranks exchange, also where it was left out: equal reducers have equal texts.
         object.__setattr__(self, "sync", self.sync or ("microbatch" if self.zero == 2 else "window"))
-        if self.zero == 1 and self.sync != "window":
-            raise ValueError(f'got zero=1 with sync="{self.sync}", where ranks exchange each microbatch, so whole '
-                             'buffers gain nothing; give zero=2, or sync="window"')
-        if self.zero == 2 and self.sync == "window":
-            raise ValueError('got zero=2 with sync="window", where the gradients of a rank stay whole until the window '
-                             'closes; give zero=1, or sync="microbatch" or "node"')
+        if self.zero and (self.zero == 1) != (self.sync == "window"):
+            raise ValueError(f'got zero={self.zero} with sync="{self.sync}"; give zero=1 with sync="window", where '
+                             'buffers stay whole, or zero=2 with "microbatch" or "node", where they are divided')
         if self.ranks_per_node is not None:
             whole_number("ranks_per_node", self.ranks_per_node, "None takes those that msrun started on this host")
             if self.sync != "node":
                 raise ValueError(f'got ranks_per_node={self.ranks_per_node} with sync="{self.sync}", which does not '
                                  'use nodes; give sync="node"')
 
-    def bind(self, optimizer: Callable, parameters: Sequence[Parameter], dtypes: Sequence[ms.Type],
-             facts: Mapping[str, object]) -> OneDevice:
-        """Return the exchange of one accumulator: `parameters` are the optimizer's, `dtypes` those of its buffers.
-
-        `facts`: settings that have to be equal on all ranks, by name.
-        """
-        ranks, slices = world_size(), slices_among(parameters)
-        if ranks == 1:
-            return OneDevice(parameters)
-        whole = [whole_of(p) for p in parameters]
-        exchanged = dtypes or [ms.float32 if p.dtype in HALF else p.dtype for p in whole]
-        unsupported = [dtype for dtype in (*exchanged, *(p.dtype for p in slices))
-                       if dtype in (ms.float64, ms.bfloat16)]
-        if unsupported and ms.get_context("device_target") == "CPU":
-            raise ValueError(f"DataParallel with buffers or slices of {str(unsupported[0]).lower()}: MindSpore's CPU "
-                             "backend exchanges none; give buffer_dtype=ms.float32 or zero=0")
-        on_host = get_local_rank_size() if self.ranks_per_node is None else self.ranks_per_node
-        # A window of one microbatch, without buffers, is exchanged once in any case.
-        inside = {"window": 1, "microbatch": ranks, "node": on_host}[str(self.sync)] if dtypes else 1
-        exchange = (Zero if self.zero else ManyRanks)(parameters, inside, self.compare or not self.broadcast)
-        exchange.require_alike(BUILD, {
-            **{f"{name}= of DataParallel": value for name, value in vars(self).items()},
-            "the number of ranks on their host": on_host if self.sync == "node" else "any",
-            "parameters (names, shapes, dtypes)": [(p.name, p.shape, str(p.dtype)) for p in whole],
-            "whether the optimizer holds the slices of shard_parameters": len(slices) > 0, **facts})
-        if self.zero and not slices:
-            raise ValueError(f"zero={self.zero} with an optimizer of whole parameters; build it from "
-                             "shard_parameters(network.trainable_params())")
-        if slices and not self.zero:
-            raise ValueError("the optimizer updates this rank's slices, which zero=0 does not gather; give "
-                             "DataParallel(zero=1), or build the optimizer from network.trainable_params()")
-        if self.zero:
-            require_elementwise(optimizer, self.elementwise)
-        if ranks % inside:
-            raise ValueError(f"{ranks} ranks cannot be divided into nodes of {inside}; start as many ranks on each "
-                             "host, or give ranks_per_node")
-        if self.zero == 2 and inside == 1 and dtypes:
-            warn("zero=2 divides no buffers if each node has one rank; give zero=1", UserWarning, stacklevel=2)
-        exchange.connect(exchanged, int(self.bucket_mib * MEBIBYTE))
-        if not self.broadcast:
-            exchange.compare(BUILD, {"parameters": whole})
-        exchange.compares = self.compare
-        for parameter in whole if self.broadcast else ():
-            # Not set_data: a graph that is compiled already would keep the old values (MindSpore 2.10).
-            ops.assign(parameter, Tensor(exchange.sent(as_array(parameter)), parameter.dtype))
-        return exchange
-
 
 def exchange_of(reducer: Optional[DataParallel], optimizer: Callable, parameters: Sequence[Parameter],
                 dtypes: Sequence[ms.Type], facts: Mapping[str, object]) -> OneDevice:
-    """Return what `reducer` builds; without one, what exchanges nothing. See `DataParallel.bind`."""
+    """Return the exchange of one accumulator; without a reducer or with one rank, what exchanges nothing.
+
+    `parameters`: the optimizer's. `dtypes`: of the buffers. `facts`: settings that must be equal on all ranks, by name.
+    """
     mode = get_auto_parallel_context("parallel_mode")
     if mode in ("semi_auto_parallel", "auto_parallel"):
         raise ValueError(_SHARDED.format(mode))
-    if reducer is not None:
-        given = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
-        return given.bind(optimizer, parameters, dtypes, facts)
-    if slices_among(parameters):
-        raise ValueError("the optimizer updates this rank's slices, but there is no reducer to gather them; give "
-                         "reducer=DataParallel(zero=1), or build the optimizer from network.trainable_params()")
-    ranks = get_group_size() if GlobalComm.INITED else int(environ.get("MS_WORKER_NUM") or 1)  # the latter from msrun
-    if ranks > 1:
-        warn(_ALONE.format(ranks), UserWarning, stacklevel=2)
-    return OneDevice(parameters)
+    if reducer is None:
+        _require_slices(0, parameters)
+        ranks = get_group_size() if GlobalComm.INITED else int(environ.get("MS_WORKER_NUM") or 1)  # from msrun
+        if ranks > 1:
+            warn(_ALONE.format(ranks), UserWarning, stacklevel=2)
+        return OneDevice(parameters)
+    given = instance_of("reducer", reducer, DataParallel, "a DataParallel, or None", "give e.g. DataParallel()")
+    ranks, zero, whole = world_size(), given.zero, [whole_of(p) for p in parameters]
+    if ranks == 1:
+        return OneDevice(parameters)
+    on_host = given.ranks_per_node or get_local_rank_size()
+    # A window of one microbatch, without buffers, is exchanged once in any case.
+    inside = {"window": 1, "microbatch": ranks, "node": on_host}[str(given.sync)] if dtypes else 1
+    exchange = (Zero if zero else ManyRanks)(parameters, inside)
+    exchange.require_alike(BUILD, {
+        **{f"{name}= of DataParallel": value for name, value in vars(given).items()},
+        "the number of ranks on their host": on_host if given.sync == "node" else "any",
+        "parameters (names, shapes, dtypes)": [(p.name, p.shape, str(p.dtype)) for p in whole],
+        "which parameters of the optimizer are slices": [p.name for p in parameters if whole_of(p) is not p], **facts})
+    _require_slices(zero, parameters)
+    if zero:
+        _require_elementwise(optimizer, given.elementwise)
+    if ranks % inside:
+        raise ValueError(f"{ranks} ranks cannot be divided into nodes of {inside}; start as many ranks on each host, "
+                         "or give ranks_per_node")
+    exchanged = dtypes or [ms.float32 if p.dtype in HALF else p.dtype for p in whole]
+    unsupported = {*exchanged, *(p.dtype for p in whole if zero)}.intersection((ms.float64, ms.bfloat16))
+    if unsupported and ms.get_context("device_target") == "CPU":
+        raise ValueError(f"DataParallel with buffers or slices of {', '.join(map(str, unsupported)).lower()}: "
+                         "MindSpore's CPU backend exchanges none; give buffer_dtype=ms.float32 or zero=0")
+    exchange.connect(exchanged, int(given.bucket_mib * MEBIBYTE))
+    for parameter in whole:
+        # Not set_data: a graph that is compiled already would keep the old values (MindSpore 2.10).
+        ops.assign(parameter, Tensor(exchange.sent(as_array(parameter)), parameter.dtype))
+    return exchange
 
 
-def require_elementwise(optimizer: Any, declared: bool) -> None:
-    """Raise ValueError for an optimizer that may need whole parameters, where ranks divide them.
+def _require_slices(zero: int, parameters: Sequence[Parameter]) -> None:
+    """Raise ValueError unless an optimizer holds slices where ranks divide its state, and only there."""
+    if {whole_of(p) is not p for p in parameters} != {zero > 0}:
+        raise ValueError(f"the optimizer's parameters do not fit zero={zero}; to divide its state among ranks, build "
+                         "it from shard_parameters(network.trainable_params()) and give reducer=DataParallel(zero=1); "
+                         "otherwise, do neither")
 
-    `declared`: whether the user says that it does not.
-    """
+
+def _require_elementwise(optimizer: Any, is_declared: bool) -> None:
+    """Raise ValueError for an optimizer that may need whole parameters. `is_declared`: that it does not."""
     kind, centralizes = type(optimizer), getattr(optimizer, "grad_centralization", False) or any(
         getattr(optimizer, "grad_centralization_flags", ()))
     is_known = kind.__module__.startswith("mindspore.") and kind.__name__ in _ELEMENTWISE
-    if centralizes or not (declared or is_known):
+    if centralizes or not (is_declared or is_known):
         raise ValueError(f"{kind.__name__}{' with grad_centralization=True' * bool(centralizes)} may look at whole "
-                         "parameters, but with zero > 0 a rank updates only slices; give an elementwise optimizer of "
-                         "MindSpore, or zero=0; or elementwise=True, if yours looks neither at other elements nor at "
-                         "shapes")
-
-
-def slices_among(parameters: Sequence[Parameter]) -> tuple[Parameter, ...]:
-    """Return an optimizer's parameters if they are slices, () if none is. Raise ValueError if only some are."""
-    missing = [p.name for p in parameters if whole_of(p) is p]
-    if 0 < len(missing) < len(parameters):
-        raise ValueError(f"{missing[0]} is not a slice, but other parameters of the optimizer are slices; give all of "
-                         "them to shard_parameters, or none")
-    return () if missing else tuple(parameters)
+                         "parameters, but with zero > 0 a rank updates slices; give an elementwise optimizer of "
+                         "MindSpore, or zero=0; or elementwise=True, if yours looks at no other elements or shapes")
 
 
 def shard_parameters(parameters: Any) -> Any:
@@ -239,10 +206,7 @@ def shard_parameters(parameters: Any) -> Any:
     if world_size() == 1:
         return parameters
     known: dict[int, Parameter] = {}
-    if isinstance(parameters, dict):
-        return _group(parameters, known)
-    found = [_group(p, known) if isinstance(p, dict) else _slice(p, known) for p in parameters]
-    return ParameterTuple(found) if isinstance(parameters, ParameterTuple) else found
+    return [_group(p, known) if isinstance(p, dict) else _slice(p, known) for p in parameters]
 
 
 def _group(group: dict, known: dict[int, Parameter]) -> dict:

@@ -18,10 +18,10 @@ from ..mindspore_api import jit_class
 from ..tensors import Gradients, Numbers, Scalar
 
 # What a rank is about to do: the first number of its row in a meeting, and the words for it in messages.
-BUILD, EPOCH, MICROBATCH, WINDOW, IDLE, FLUSHED, SAVE, LOAD, EVALUATE, STOP = range(1, 11)
+BUILD, EPOCH, MICROBATCH, WINDOW, IDLE, FLUSHED, SAVE, LOAD, EVALUATE = range(1, 10)
 DOES = ("exchanges values of", "builds", "begins an epoch with", "adds a microbatch to", "closes a window of",
         "flushes, with nothing trained since its last flush,", "ends a flush of", "saves", "loads a checkpoint for",
-        "evaluates with", "raises an error, which says why, for")
+        "evaluates with")
 
 
 def whole_of(parameter: Parameter) -> Parameter:
@@ -57,28 +57,19 @@ class OneDevice:
         """
         return number
 
-    def stop(self) -> None:
-        """Tell the other ranks that this one is about to raise an error, so that they do not wait for it."""
-
     def require_alike(self, what: int, facts: Mapping[str, object]) -> None:
         """Meet, and raise `RanksDiffer` on every rank if facts (with equal texts) differ, naming the first."""
 
     def compare(self, what: int, values: Mapping[str, Sequence[Parameter]]) -> None:
-        """Meet, and raise `RanksDiffer` on every rank if values differ, naming the first. `values`: by what they are.
-        """
+        """Meet, and raise `RanksDiffer` on every rank if values differ, naming the first and what it is."""
 
     def gathered(self, value: Any) -> list[Any]:
         """Return a JSON value of each rank."""
         return [value]
 
     def together(self, what: int, do: Callable[[], Any], failure: type[Exception]) -> Any:
-        """Return what `do` returns, once every rank has called it. If it fails on a rank, the others raise `failure`.
-        """
+        """Return what `do` returns, once all ranks have called it. If it fails on one, the others raise `failure`."""
         return do()
-
-    def summed(self, count: Callable[[], np.ndarray]) -> np.ndarray:
-        """Meet to evaluate, and return the sum over ranks of what `count` returns on each: float64."""
-        return count()
 
     def sent(self, value: np.ndarray) -> np.ndarray:
         """Return rank 0's array on every rank, bit by bit. The others give one of its shape and dtype."""

@@ -27,8 +27,8 @@ from mindspore import Parameter, ParameterTuple, Tensor, ops
 
 from ..mindspore_api import jit_class
 from ..tensors import Gradients, Numbers, Scalar, as_array, mapped, multiply_no_nan, state_parameter
-from .buckets import Buckets, Gather, Sum, add_change, assigned, changed, cut, joined, taken
-from .meeting import Meeting, group_of
+from .buckets import Buckets, Group, changed, cut, each, joined, taken
+from .meeting import Meeting, as_int32
 
 
 @jit_class
@@ -37,25 +37,24 @@ class ManyRanks(Meeting):
 
     def connect(self, dtypes: Sequence[ms.Type], limit: int) -> None:
         """Prepare the exchange of gradients of some dtypes, in buckets of `limit` bytes. All ranks call it."""
-        node, place = divmod(self.rank, self.inside)
-        self.place, self.across = place, self.ranks // self.inside
-        self.row, self.node = place * self.across + node, node
-        inside = group_of(range(node * self.inside, (node + 1) * self.inside))
-        across = group_of(range(place, self.ranks, self.inside))
+        node, self.place = divmod(self.rank, self.inside)
+        self.across = self.ranks // self.inside
+        self.row = self.place * self.across + node
+        self.inner = Group(range(node * self.inside, (node + 1) * self.inside), self.place)
+        self.outer = Group(range(self.place, self.ranks, self.inside), node)
+        self.all = Group(range(self.ranks), self.rank)
         if self.inside > 1 and ms.get_context("device_target") == "Ascend":
             # By default, MindSpore 2.10 orders kernels breadth first, and collectives last, when all gradients are in
             # memory. What the graph returns has to depend on the gradients (12 x Dense 2048 with biases in float32,
             # zero=2, buckets of 16 MiB: 9.0 bytes per parameter at the peak in place of 6.7).
             self.jit_options = {"exec_order": "dfs"}
-        self._connect(tuple(dtypes), limit, inside, across)
+        self._fill(tuple(dtypes), limit)
 
-    def _connect(self, dtypes: tuple[ms.Type, ...], limit: int, inside: str, across: str) -> None:
+    def _fill(self, dtypes: tuple[ms.Type, ...], limit: int) -> None:
         self.buckets = Buckets(self.shapes, dtypes, limit)
-        self.inner, self.outer = Sum(inside), Sum(across)
         # Across nodes, each rank sums a part of the gradients, which those inside then gather.
         self.part_buckets = Buckets(self.shapes, dtypes, limit, self.inside, self.inside)
         self.parts = Buckets([(width,) for width in self.part_buckets.widths], dtypes, limit)
-        self.gather = Gather(inside, self.place, self.inside)
 
     def each(self, gradients: Gradients, factor: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
         """See `OneDevice`."""
@@ -72,7 +71,7 @@ class ManyRanks(Meeting):
         elif self.across > 1:
             parts = mapped(cut, (self.place, self.inside), gradients)
             parts, numbers = self.parts.summed(self.outer, parts, unit, numbers)
-            gradients = self.part_buckets.gathered(self.gather, parts, numbers[0])
+            gradients = self.part_buckets.gathered(self.inner, parts, numbers[0])
             unit = 1.0
         return gradients, unit, numbers
 
@@ -85,23 +84,20 @@ class Zero(ManyRanks):
     keep rows that follow one another: their own, and those of their counterparts in other nodes.
     """
 
-    def __init__(self, parameters: Sequence[Parameter], inside: int, compares: bool) -> None:
-        super().__init__(parameters, inside, compares)
+    def __init__(self, parameters: Sequence[Parameter], inside: int) -> None:
+        super().__init__(parameters, inside)
         self.slices = ParameterTuple(parameters)
         self.token = state_parameter(f"exchange{self.number}.token", (1,), ms.float32)
 
-    def _connect(self, dtypes: tuple[ms.Type, ...], limit: int, inside: str, across: str) -> None:
+    def _fill(self, dtypes: tuple[ms.Type, ...], limit: int) -> None:
         n, shapes = self.ranks, self.shapes
         for part, whole in zip(self.slices, self.parameters):
             part.name = f"slice.{whole.name}"  # two Parameters in one graph must have different names
-        self.inner, self.outer = Sum(inside, self.place, self.inside), Sum(across, self.node, self.across)
         self.buckets = Buckets(shapes, dtypes, limit, self.inside if self.inside > 1 else n, n)
         if self.inside > 1:
             self.shapes = [(width,) for width in self.buckets.widths]
         self.rows = Buckets(self.shapes, dtypes, limit, self.across)
         self.changes = Buckets(shapes, [p.dtype for p in self.parameters], limit, n, n)
-        self.gather = Gather(group_of(range(n)), self.rank, n)
-        self.add = ops.AllReduce()
 
     def window(self, gradients: Gradients, unit: Scalar, numbers: Numbers) -> tuple[Gradients, Scalar, Numbers]:
         """See `OneDevice`. The gradients are this rank's slices."""
@@ -113,31 +109,30 @@ class Zero(ManyRanks):
 
     def over(self, number: Tensor) -> Tensor:
         """See `OneDevice`. The token, which is always 0, keeps such sums in one order on all ranks."""
-        sums = self.add(number.reshape(1).astype(ms.float32) + self.token)
+        sums = self.all.sum(number.reshape(1).astype(ms.float32) + self.token)
         ops.assign(self.token, multiply_no_nan(sums, ops.zeros_like(sums)))
         return sums.reshape(())
 
     def apply(self, optimizer: Callable, gradients: Gradients) -> None:
         """See `OneDevice`."""
         before = mapped(cut, (self.row, self.ranks), self.parameters)
-        mapped(assigned, None, self.slices, before)
+        each(ops.assign, self.slices, before)
         optimizer(gradients)
         token = self.token + 0.0
         for members in self.changes.members:
             changes = mapped(changed, token, taken(self.slices, members), taken(before, members))
-            rows = self.gather(joined(changes))
+            rows = self.all.rows(joined(changes))
             token = rows
             if self.inside > 1 and self.across > 1:  # by rank, which is not the order of their rows
                 rows = rows.reshape(self.across, self.inside, -1).swapaxes(0, 1).reshape(self.ranks, -1)
-            mapped(add_change, None, taken(self.parameters, members), self.changes.wholes(rows, members))
+            each(ops.assign_add, taken(self.parameters, members), self.changes.wholes(rows, members))
 
     # --- on the host --------------------------------------------------------------------------------------------------
 
     def joined(self, state: Parameter, whole: Parameter) -> np.ndarray:
         """See `OneDevice`. All ranks have to call it. bfloat16, which NumPy lacks, becomes float32."""
         own = as_array(state)
-        bits = self._collected(np.frombuffer(own.tobytes() + bytes(-own.nbytes % 4), np.int32))
-        rows = np.ascontiguousarray(bits).view(np.uint8)[:, :own.nbytes]
+        rows = np.ascontiguousarray(self._collected(as_int32(own))).view(np.uint8)[:, :own.nbytes]
         by_node = rows.reshape(self.across, self.inside, -1)
         flat = np.ascontiguousarray(by_node.swapaxes(0, 1)).reshape(-1).view(own.dtype)
         return flat[:whole.size].reshape(whole.shape)

@@ -31,7 +31,7 @@ def microbatches_of(rank: int) -> list[tuple[np.ndarray, np.ndarray]]:
     return samples((5, 2, 5, 2, 5) if rank % 2 == 0 else (2, 5, 2), 20 + rank)
 
 
-@rows("train step", ("train step", "cell, graph mode", "by hand, op by op"), checks=REDUCERS)
+@rows("train step", ("train step", "cell, graph mode"), checks=REDUCERS)
 def test_exchange(training: Training, holds: Callable) -> None:
     """Train on all data of this rank."""
     data = [microbatches_of(rank) for rank in range(world_size())]

@@ -22,7 +22,7 @@ from ..arguments import Uncopied, boolean, instance_of, one_of, require_callable
 from ..core.accumulator import REDUCTIONS, Options, boundary_of
 from ..core.boundary import Boundary, Status
 from ..core.stream import Stream
-from ..distributed.exchange import BUILD
+from ..distributed.exchange import BUILD, EVALUATE
 from .batch import as_arguments, as_tensors, checked_axis, layout, named_values, positional, require_batched, starts_of
 from .forward import Functions, looking_of, training_of
 from .pieces import in_pieces, looked_at, whole
@@ -230,14 +230,14 @@ class TrainStep(Uncopied):
         """
         require_batched(batches)
         self.boundary.require_unchanged()
-        count, total, weight = self.boundary.window.exchange.summed(partial(self._looked_at, batches)).tolist()
-        if count == 0:
-            raise ValueError("evaluate got no batch, expected at least one; give batches again for each evaluation: an "
-                             "iterator or a generator that was read before is used up")
+        exchange = self.boundary.window.exchange
+        exchange.meet(EVALUATE)
+        own = exchange.together(EVALUATE, partial(self._looked_at, batches), RuntimeError)
+        count, total, weight = map(sum, zip(*exchange.gathered(own.tolist())))
         divisor = max(weight, self.boundary.window.min_weight)
-        if divisor == 0:
-            raise ValueError(f"the weights in all {int(count)} batches are 0, so there is no mean; look for a mask or "
-                             "an ignore index that leaves nothing to count")
+        if count == 0 or divisor == 0:
+            raise ValueError(f"evaluate got {count:.0f} batches with weights of 0 in all, so there is no mean; give "
+                             "data that was not read before (an iterator is used up), and look for a mask of zeros")
         return total / divisor
 
     def _looked_at(self, batches: Iterable) -> np.ndarray:

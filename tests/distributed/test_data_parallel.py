@@ -10,11 +10,10 @@ from ms_accum.distributed.buckets import Buckets, filled
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"sync": "steps"}, "sync is 'steps', expected"), ({"zero": 3}, "zero is 3, expected"),
-    ({"zero": 1, "sync": "microbatch"}, r'got zero=1 with sync="microbatch", .*; give zero=2, or sync="window"'),
-    ({"zero": 2, "sync": "window"}, r'got zero=2 with sync="window", .*; give zero=1, or sync="microbatch" or "node"'),
+    ({"zero": 1, "sync": "microbatch"}, r'got zero=1 with sync="microbatch"; give zero=1 with sync="window", .*'),
+    ({"zero": 2, "sync": "window"}, r'got zero=2 with sync="window"; give .* zero=2 with "microbatch" or "node"'),
     ({"ranks_per_node": 2}, r'got ranks_per_node=2 with sync="window", which does not use nodes; give sync="node"'),
-    ({"bucket_mib": 0}, "bucket_mib is 0, expected a finite number"), ({"compare": 1}, "compare is 1 of type int"),
-    ({"broadcast": None}, "broadcast is None"), ({"elementwise": "yes"}, "elementwise is 'yes'")])
+    ({"bucket_mib": 0}, "bucket_mib is 0, expected a finite number"), ({"elementwise": "yes"}, "elementwise is 'yes'")])
 def test_options_that_do_not_fit(options, message):
     with pytest.raises((TypeError, ValueError), match=message):
         DataParallel(**options)
@@ -57,7 +56,7 @@ def test_what_cannot_be_cut(given, monkeypatch):
     with pytest.raises(ValueError, match=r"0\.weight is already a slice; call shard_parameters only once"):
         shard_parameters(slices)
     some = nn.SGD([*slices[:1], *network_of(1).trainable_params()[1:]], 0.1)
-    with pytest.raises(ValueError, match=r"is not a slice, but other parameters of the optimizer are slices; give all"):
+    with pytest.raises(ValueError, match=r"the optimizer's parameters do not fit zero=0; to divide"):
         Accumulator(some, 2, reduction="sum")
 
 

@@ -23,7 +23,7 @@ def test_each_draw_trains_as_one_process_or_raises_on_every_rank(left_by, launch
     results = Counter(ranks[0])
     assert set(results) <= {(True, "right"), (False, "right"), (False, "error")}, dict(zip(found[0], ranks[0]))
     assert results[True, "right"] > len(ranks[0]) // 3
-    assert results[False, "error"] > len(ranks[0]) // 8 or launch == "four"
+    assert results[False, "error"] > len(ranks[0]) // 8
 
 
 @pytest.mark.slow
@@ -35,30 +35,25 @@ def test_without_a_comparison_of_rows_ranks_differ_or_wait(folder_of):
     assert end["status"] or any(result not in ("right", "error") for _, result in results)
 
 
-NAMED = ("accumulate_step", "zero= of DataParallel", "sync= of DataParallel", "compare= of DataParallel",
-         "learning rates and options of the optimizer", "the optimizer", "clip_norm", "min_weight", "pieces",
-         "weight_fn", "on_nonfinite", "loss_reduction", "buffer_dtype", "batch_axis", "stages",
-         "whether the optimizer holds the slices of shard_parameters")
 OTHERS = {
-    "values": f"RanksDiffer: rank 1 and rank 0 differ in parameters: 0.weight; .*{AGAIN}",
     "frozen": f"RanksDiffer: rank 1 and rank 0 differ in frozen parameters: 0.weight; .*{AGAIN}",
     "kind": "RanksDiffer: rank 1 and rank 0 differ in the kind of step: rank 0 has make_train_step, rank 1 has Acc",
     "nodes": "ValueError: 2 ranks cannot be divided into nodes of 3; start as many ranks on each host",
-    "no slices": r"ValueError: zero=1 with an optimizer of whole parameters; build it from shard_parameters\(",
-    "slices": r"ValueError: the optimizer updates this rank's slices, which zero=0 does not gather; give DataParallel",
-    "no reducer": r"ValueError: the optimizer updates this rank's slices, but there is no reducer to gather them; give",
+    "no slices": r"ValueError: the optimizer's parameters do not fit zero=1; .* shard_parameters\(",
+    "slices": "ValueError: the optimizer's parameters do not fit zero=0; .* otherwise, do neither",
+    "no reducer": "ValueError: the optimizer's parameters do not fit zero=0; .* otherwise, do neither",
     "Lamb": "ValueError: Lamb may look at whole parameters, .*; give an elementwise optimizer .* or elementwise=True",
-    "one in a node": "UserWarning: zero=2 divides no buffers if each node has one rank; give zero=1",
     "alone": "UserWarning: this run has 2 ranks, but this accumulator has no reducer"}
 
 
 def test_the_first_setting_that_differs_is_named(left_by):
     """Control: equal ones."""
     for said in left_by("named"):
-        assert said.pop("alike") == "accepted"
-        for name in NAMED:
+        settings = said.pop("settings")
+        assert settings.pop("alike") == "accepted"
+        for name, text in settings.items():
             assert re.match(f"RanksDiffer: rank 1 and rank 0 differ in {name}: rank 0 has .*; give every rank the same "
-                            "network and arguments$", said.pop(name)), name
+                            "network and arguments$", text), name
         assert said.keys() == OTHERS.keys()
         for name, message in OTHERS.items():
             assert re.match(message, said[name]), said[name]
@@ -66,19 +61,14 @@ def test_the_first_setting_that_differs_is_named(left_by):
 
 DIFFER = "RanksDiffer: ranks made different calls, so nothing was exchanged: "
 CALLS = {
-    "flush": f"{DIFFER}rank 0 flushes, with nothing trained since its last flush, .*; rank 1 begins an epoch with",
     "leave": f"{DIFFER}rank 0 begins an epoch with .*; rank 1 (closes|adds)",
     "save": f"{DIFFER}rank 0 (closes|adds) .*; rank 1 saves",
     "flush inside": f"{DIFFER}rank 0 ends a flush of .*; rank 1 (closes|adds)|{DIFFER}rank 0 (closes|adds)",
-    "evaluate": f"{DIFFER}rank 0 evaluates with .*; rank 1 begins an epoch",
-    "parameter": f"RanksDiffer: rank 1 and rank 0 differ in parameters: 0.weight; .*{AGAIN}",
-    "rate": "RanksDiffer: rank 1 and rank 0 differ in (parameters|learning rates): ",
-    "state": "RanksDiffer: rank 1 and rank 0 differ in (parameters|state of the optimizer): ",
-    "order": f"{DIFFER}rank 0 (?:closes|adds) .* accumulator (\\d+) .*; rank 1 closes .* accumulator (?!\\1)"}
+    "state": "RanksDiffer: rank 1 and rank 0 differ in (parameters|state of the optimizer): "}
 
 
 def test_calls_that_only_some_ranks_make_raise_on_every_rank(left_by):
-    """Also with ZeRO, where values that differ once trained on. The control is `drawn`."""
+    """Inside an epoch; `drawn` has others, and is the control."""
     found = left_by("calls")
     for said in found:
         assert list(said) == KINDS
@@ -90,12 +80,13 @@ def test_calls_that_only_some_ranks_make_raise_on_every_rank(left_by):
 
 
 def test_by_hand_a_window_is_closed_on_the_host(left_by):
-    """Control: in the graph, a call says that ranks have to meet."""
+    """Control: in the graph, a call says that ranks have to meet; and there is no exchange before they do."""
     for found in left_by("by_hand"):
-        for off, closed, said in found.values():
+        for off, closed, said, other in found.values():
             assert off < 1e-6
             assert closed == [False, True, False, True]
             assert said.startswith("ValueError: with several ranks, a window is not closed in a graph, because ranks")
+            assert other.startswith("ValueError: by hand, ranks meet only where a window closes; give")
 
 
 @every("values")
@@ -113,7 +104,6 @@ def test_ranks_send_values_on_the_host(left_by, launch, case):
             assert size == (-(-whole // ranks) if "zero" in kind else whole)
             assert left["sent"] == np.array([np.nan, -0.0, 0, 2**-140], np.float32).tobytes().hex()
             assert left["half"] == [1.5]
-            assert left["sum"] == [ranks * 1e-9, ranks]
             assert left["together"] == ("OSError: no such file" if rank == 1 else
                                         "KeyError: 'rank 1 failed; see its message'")
             assert left["alike"] == left["equal"] == "accepted"
@@ -142,17 +132,10 @@ def test_ranks_evaluate_together(left_by):
     for left in found:
         assert left["both"] == left["after"] == pytest.approx(own_mean(data), abs=1e-6)
         assert left["one"] == pytest.approx(own_mean(four(0)), abs=1e-6)
-        assert left["none"].startswith("ValueError: evaluate got no batch")
+        assert left["none"].startswith("ValueError: evaluate got 0 batches with")
     assert abs(np.mean([left["own"] for left in found]) - found[0]["both"]) > 1e-3
     assert found[0]["broken"] == "RuntimeError: rank 1 failed; see its message"
     assert "rank" not in found[1]["broken"] != "accepted"
-
-
-def test_all_ranks_stop_after_too_many_dropped_windows(left_by):
-    """Also one without data."""
-    waiting, counting = left_by("stuck")
-    assert re.match(DIFFER + "rank 0 closes a window of .*; rank 1 raises an error, which says why, for", waiting)
-    assert counting.startswith("RuntimeError: 3 windows in a row were dropped")
 
 
 @every("optimizers")

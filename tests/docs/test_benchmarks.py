@@ -121,12 +121,12 @@ def test_every_suite(tmp_path, suite, names):
     elif suite == "scaling":
         ratios = "|".join(f"{group['contestants']['ms_accum']['ratio']['median']:.2f}" for group in record["groups"])
         assert f"|ms_accum|{ratios}|" in report.section(record)
-    elif suite == "distributed":  # an exchange is of tags, then of gradients; a window has one of N; zero2 keeps a half
+    elif suite == "distributed":  # ranks meet, then exchange gradients; a window has one of N; zero2 keeps a half
         assert first["alone"]["collectives"] == 0
         window, microbatch, zero2 = (last[name] for name in ("window", "microbatch", "zero2"))
-        tags = 2 * 8 * 4  # of each rank, 8 numbers in float32
+        rows = 2 * 12 * 4  # of each rank, 6 numbers, each as two of float32
         assert window["collectives"] == each["microbatch"]["collectives"] == 2
-        assert window["collective_bytes"] == window["parameter_bytes"] + tags
+        assert window["collective_bytes"] == window["parameter_bytes"] + rows
         assert microbatch["collectives"] == 4 * 2
         assert microbatch["collective_bytes"] == 4 * window["collective_bytes"]
         assert zero2["collectives"] == 4 * 2 + 1

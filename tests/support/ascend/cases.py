@@ -187,7 +187,7 @@ def among_ranks(train, optimizer, **options):
     if not GlobalComm.INITED:
         init()
     # Whether the ranks are alike is asked of the device, which answers 0.
-    reducer = DataParallel(broadcast=False, **options)
+    reducer = DataParallel(**options)
     sharding = shard_parameters if reducer.zero else list
     return train(lambda parameters: optimizer(sharding(parameters)), reducer)
 
