@@ -27,10 +27,12 @@ _RANDOM = ("random: two evaluations of the same batch differ, so nothing can be 
 NOT_FINITE = ("not finite: the gradient of the undivided batch is NaN or infinite, so nothing can be compared",
               "check data, loss scale and weights")
 ROUNDING = ("rounding: it can change the gradient by more than a thousandth, so it could hide a mistake of that size",
-            "check the network without its casts to 16 bits, before auto_mixed_precision; in float32, check with other "
-            "weights or another batch")
+            "check the network in float32, before auto_mixed_precision; in float32, check with other weights "
+            "or another batch")
 NO_TOKEN = ("wrong normalisation: the gradient of the batch is finite, but not that of each piece; a mean over no "
             "unmasked token is 0/0", "give weight_fn=, which returns 0 for such a piece, or divide by at least 1")
+_IGNORED = ("wrong normalisation: a piece whose loss is finite and not 0 has the weight 0, so a train step ignores it",
+            'return the sum, and give loss_reduction="sum" and min_weight= (the least denominator, 1.0 for a detector)')
 _STATE = ("moves state in its forward pass: each piece starts from the state that the previous piece left",
           "freeze the state in training, or move it outside of the forward pass, once per update")
 _BATCH_STATISTICS = (
@@ -54,7 +56,7 @@ _CLIP_OR_ADD = (
     "by accumulator.scaled(Tensor(1.0))")
 _MEAN = ('wrong normalisation: the loss is a mean, expected a sum because of loss_reduction="sum"',
          "return the sum, or leave loss_reduction out")
-_WEIGHT = ("let weight_fn return the denominator of the mean in the loss, e.g. (labels != -100).sum() for unmasked "
+_WEIGHT = ("let weight_fn= return the denominator of the mean in the loss, e.g. (labels != -100).sum() for unmasked "
            "tokens, or (labels[:, 1:] != -100).sum() if the model shifts the labels")
 
 
@@ -75,7 +77,7 @@ def in_layers(division: Division, cells: Iterable[nn.Cell], what: str, remedy: s
 
 def in_loss(division: Division, what: str, remedy: str) -> list[Cause]:
     """Return a cause that lies in the loss function."""
-    return [Cause(division.forward_fn.__name__, "function", what, remedy)]
+    return [Cause(division.name, "function", what, remedy)]
 
 
 def switch_off_random(division: Division) -> tuple[list[Cause], list[Cause]]:
@@ -86,13 +88,13 @@ def switch_off_random(division: Division) -> tuple[list[Cause], list[Cause]]:
     for cell in off:
         cell.training = False
     division.layers.keep()
-    (loss, first), (other_loss, second) = (division.run(division.batch) for _ in range(2))
+    (loss, _, first), (other_loss, _, second) = (division.run(division.whole) for _ in range(2))
     # Kernels that sum in any order differ in the last digits, random numbers in the first digit. Inputs are equal up to
     # the last bit: a LayerNorm after a layer that is random, but changes little, may enlarge the change.
     limit = np.sqrt(division.roundoff)
     random = _differing(division, first, second, limit, 0.0) or _differing(division, first, second, limit)
     # Two losses with other masks are equal to the limit in one of some hundred pairs.
-    losses = chain([other_loss], (division.run(division.batch)[0] for _ in range(2)))
+    losses = chain([other_loss], (division.run(division.whole)[0] for _ in range(2)))
     in_function = in_loss(division, *_RANDOM) if any(_distance([(loss, other)]) > limit for other in losses) else []
     return (in_layers(division, [cell for cell in off if cell in first], *_SWITCHED_OFF),
             in_layers(division, random, *_RANDOM) or in_function)
@@ -100,9 +102,9 @@ def switch_off_random(division: Division) -> tuple[list[Cause], list[Cause]]:
 
 def causes_of(division: Division, comparison: Comparison) -> list[Cause]:
     """Return the causes of a difference."""
-    _, before = division.run(division.pieces[0])
-    division.run(division.batch)
-    _, after = division.run(division.pieces[0], restored=False)
+    *_, before = division.run(division.pieces[0])
+    division.run(division.whole)
+    *_, after = division.run(division.pieces[0], restored=False)
     moved = _differing(division, before, after, CONFIDENCE * division.eps)
     called = [cell for cell in division.layers.names if cell in before]
     frozen = [cell for cell in called if isinstance(cell, BATCH_NORMS) and statistics_of(cell) is cell
@@ -114,10 +116,12 @@ def causes_of(division: Division, comparison: Comparison) -> list[Cause]:
     found = in_layers(division, moved, *_STATE) + in_layers(division, frozen, *_BATCH_STATISTICS)
     rest = division.compare(restored=bool(moved)) if found else comparison
     if not rest.exact:
-        (_, batch), (_, piece) = division.run(division.batch), division.run(division.pieces[0])
+        (*_, batch), (*_, piece) = division.run(division.whole), division.run(division.pieces[0])
         coupled = _differing(division, batch, piece, np.sqrt(division.roundoff))
         found += in_layers(division, [cell for cell in coupled if cell not in moved], *_COUPLING)
-        if not coupled:
+        if division.ignores:
+            found += in_loss(division, *_IGNORED)
+        elif not coupled:
             found += _wrong_normalisation(division, rest) or _nonlinear_backward(division, rest, called)
     return found or in_loss(division, *_NO_MEAN)
 
@@ -163,21 +167,21 @@ def _wrong_normalisation(division: Division, comparison: Comparison) -> list[Cau
             np.linalg.norm(whole) + np.abs(shares) @ np.linalg.norm(part, axis=1))
             for whole, part in ((batch[:-1], rows[:, :-1]), (batch[-1:], rows[:, -1:])))
 
+    if division.is_sum:
+        is_mean = explains(division.weights / division.weights.sum()**2)
+        return in_loss(division, *_MEAN) if is_mean else []
     if explains(np.ones(len(rows))):
         return in_loss(division, "wrong normalisation: the loss is a sum over samples, but accumulation over "
                        f"{len(rows)} pieces takes the mean",
                        'return the mean over the samples, or give loss_reduction="sum"')
-    if division.is_sum and explains(division.shares ** 2):
-        return in_loss(division, *_MEAN)
     fitted = np.linalg.lstsq((rows[:-1] - rows[-1]).T, batch - rows[-1], rcond=1e-12)[0]
     fitted = np.clip(np.append(fitted, 1 - fitted.sum()), 0, None) * rows.any(1)  # as weights whose sum is 1
     if fitted.sum() == 0 or not explains(fitted / fitted.sum()):
         return []
     got, used = (", ".join(f"{share:.4g}" for share in shares)
                  for shares in (fitted / fitted.sum(), division.shares))
-    give = "give weight_fn=, a function of a piece, and " if division.weight_fn is None else ""
     return in_loss(division, f"wrong normalisation: in the batch, the pieces have the weights {got}, but accumulation "
-                   f"used {used}", give + _WEIGHT)
+                   f"used {used}", _WEIGHT)
 
 
 def _nonlinear_backward(division: Division, comparison: Comparison, called: list[nn.Cell]) -> list[Cause]:
@@ -186,7 +190,7 @@ def _nonlinear_backward(division: Division, comparison: Comparison, called: list
     In the mean over a piece, samples get larger gradients than in the mean over the batch.
     """
     scale = float(2.0 ** np.ceil(np.log2(len(division.pieces))))  # by a power of two: exact in any dtype
-    other = division.gradients(division.batch, times=scale)
+    other = division.undivided(times=scale)
     if (division.norms(other - comparison.whole) <= comparison.explained).all():
         return []
     own = [cell for cell in called if cell.has_bprop]

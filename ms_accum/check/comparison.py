@@ -14,16 +14,18 @@ weight. With a probability of 0.9993, rounding explains a difference up to this 
 """
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Optional
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mindspore as ms
 import numpy as np
 from mindspore import Tensor, nn, ops
 
-from ..steps.batch import checked_loss, layout, select_rows, starts_of
-from ..tensors import FLOATS, HALF, as_weight
-from .isolation import casts_inside, tensors_in
+from ..steps.batch import layout, places_of, select_rows, starts_of
+from ..steps.forward import Functions, forward_of, weighed
+from ..tensors import FLOATS, HALF, as_tensor
+from .isolation import casts_inside
 
 if TYPE_CHECKING:
     from .isolation import Calls, Layers
@@ -48,71 +50,81 @@ class Comparison(NamedTuple):
 
 
 class Division:
-    """Hold a batch, its pieces and their shares of the weight, and evaluate `forward_fn` on them.
+    """Hold a batch, its pieces and their shares of the weight, and run the functions of a train step on them.
 
     Attributes:
+        name: That of `forward_fn`.
+        whole, pieces: Number of samples and arguments: of the batch, and of each piece.
         loss_scale: The factor on the loss before the backward pass.
-        is_sum: Whether the loss should be a sum, so that `forward_fn` divides it by the weight.
+        is_sum: Whether the loss should be a sum, whose gradients a train step adds without their weights.
+        weights, shares: Of the pieces; a share is what a train step multiplies a gradient by, in all.
+        ignores: Whether a step ignores a piece, because its weight is 0, although its mean loss is finite and not 0.
+        compiles: Whether `forward_fn` runs in graph mode only, so that no layer is seen.
         roundoff: Unit roundoff of the coarsest dtype among parameters, outputs of layers and the loss.
         eps: Relative error of a sum.
     """
 
-    def __init__(self, forward_fn: Callable, network: nn.Cell, layers: Layers, batch: tuple, pieces: int,
-                 weight_fn: Optional[Callable], batch_axis: int = 0, loss_scale: float = 1.0,
-                 is_sum: bool = False) -> None:
-        self.forward_fn, self.weight_fn, self.layers, self.batch = forward_fn, weight_fn, layers, batch
-        self.loss_scale, self.is_sum = loss_scale, is_sum
+    def __init__(self, functions: Functions, name: str, network: nn.Cell, layers: Layers, batch: tuple, pieces: int,
+                 batch_axis: int, loss_scale: float, is_sum: bool) -> None:
+        self.name, self.layers, self.loss_scale, self.is_sum = name, layers, loss_scale, is_sum
         self.parameters = network.trainable_params()
         self._floats = [p for p in network.get_parameters() if p.dtype in FLOATS]
         self._ends = np.cumsum([p.size for p in self.parameters])
+        samples, cut = layout(batch, batch_axis)
+        self.whole = samples, *batch
+        self.pieces = [(rows, *select_rows(places_of(rows, start), cut, batch))
+                       for start, rows in starts_of(samples, pieces)]
+        forward, weigh, self.compiles = forward_of(functions), weighed(functions), False
 
-        def scaled(scale: float, *inputs: Any) -> Tensor:  # a function, also if `forward_fn` is a Cell or a partial
-            return forward_fn(*inputs) * scale
+        def weighed_forward(rows: int, *piece: Any) -> tuple:
+            weight, piece = weigh(rows, piece)
+            results = forward(weight, *piece)
+            return results[0], as_tensor(results[1])
 
-        self._differentiated = ms.value_and_grad(scaled, None, self.parameters)
-        self.samples, cut = layout(batch, batch_axis)
-        spans = starts_of(self.samples, pieces)
-        self.pieces = [select_rows(Tensor([*range(start, start + rows)], ms.int32), cut, batch)
-                       for start, rows in spans]
-        runs = [self.run(batch)]
-        # A piece of each size: after an error in a gradient, MindSpore may not compile again.
-        runs += [self._on_piece(place, self.run) for place in (0, len(self.pieces) - 1)]
-        if isinstance(runs[0][0], (tuple, list)):
-            raise TypeError(f"forward_fn returned {len(runs[0][0])} values, expected the loss alone; return no aux")
-        tensors = [checked_loss(loss, "forward_fn") for loss, _ in runs]
-        tensors += [t for _, calls in runs for _, outputs in calls.values() for t in outputs]
-        casts = any(map(casts_inside, (forward_fn, *layers.names)))  # to bfloat16, or to what is finer
-        dtypes = {t.dtype for t in (*tensors, *self._floats)} | ({ms.bfloat16} if casts else set())
+        def scaled(scale: float, *piece: Any) -> tuple:
+            loss, weight = self._forward(*piece)
+            return loss * scale, weight
+
+        self._forward: Callable = weighed_forward
+        self._differentiated = ms.value_and_grad(scaled, None, self.parameters, has_aux=True)
+        try:
+            runs = [self._facts(self.whole)]
+        except (TypeError, AttributeError) as error:
+            os.environ.pop("MS_JIT", None)  # until `untouched` ends
+            self._forward, self.compiles = ms.jit(weighed_forward), True
+            try:
+                runs = [self._facts(self.whole)]
+            except Exception:
+                raise error from None
+        runs += map(self._facts, self.pieces)  # before any gradient: after an error in one, nothing may compile again
+        casts = any(map(casts_inside, (functions.forward_fn, *layers.names)))  # to bfloat16, or to what is finer
+        dtypes = {p.dtype for p in self._floats}.union({ms.bfloat16} if casts else (), *[found for *_, found in runs])
         self.roundoff = max([FLOAT32, *(_ROUNDOFF[dtype] for dtype in dtypes if dtype in HALF)])
         lengths = [p.size // min(p.shape[:2]) for p in self._floats if p.ndim >= 2]
-        self.eps = self.roundoff + np.sqrt(max([self.samples, *lengths])) * FLOAT32
-        with layers.watched():
-            weights = [float(as_weight(rows if weight_fn is None else weight_fn(*piece)))
-                       for (_, rows), piece in zip(spans, self.pieces)]
-        if not sum(weights) > 0:
-            raise ValueError(f"weight_fn gave the pieces the weights {weights}, expected a finite sum > 0; return the "
-                             "denominator of the mean in forward_fn, e.g. the number of unmasked tokens")
-        self.shares = np.array(weights) / sum(weights)
+        self.eps = self.roundoff + np.sqrt(max([samples, *lengths])) * FLOAT32
+        self.weights = np.array([weight for _, weight, _ in runs[1:]])
+        total = self.weights.sum()
+        if not total > 0:
+            raise ValueError(f"weight_fn gave the pieces the weights {self.weights.tolist()}, expected a finite sum > "
+                             "0; return the denominator of the mean in forward_fn, e.g. the number of unmasked tokens")
+        self.shares = (np.ones_like(self.weights) if is_sum else self.weights) / total
+        self._divisor = runs[0][1] if is_sum else 1.0
+        self.ignores = not is_sum and any(not weight and loss and np.isfinite(loss) for loss, weight, _ in runs[1:])
 
-    def _on_piece(self, place: int, function: Callable, restored: bool = True) -> Any:
-        """Return the result of `run` or `gradients` for a piece. The batch was run before."""
-        try:
-            return function(self.pieces[place], restored)
-        except Exception as error:
-            error.args = (f"{error}\nforward_fn failed on piece {place + 1} of {len(self.pieces)} and runs on the "
-                          "whole batch: does it use row numbers or the batch's length?", *error.args[1:])
-            raise
+    def _facts(self, piece: tuple) -> tuple[float, float, set]:
+        loss, weight, calls = self.run(piece)
+        dtypes = {t.dtype for t in (loss, *[t for _, outputs in calls.values() for t in outputs])}
+        return float(loss.astype(ms.float32)), float(weight), dtypes  # kernels report errors late: when these are read
 
-    def run(self, inputs: tuple, restored: bool = True) -> tuple[Any, Calls]:
-        """Run forward. Return the loss, and the calls of the layers."""
+    def run(self, piece: tuple, restored: bool = True) -> tuple[Tensor, Tensor, Calls]:
+        """Run forward. Return the loss, the weight, and the calls of the layers."""
         if restored:
             self.layers.restore()
         with self.layers.watched() as calls:
-            loss = self.forward_fn(*inputs)
-        [t.asnumpy() for t in tensors_in(loss)]  # kernels report errors late
-        return loss, calls
+            loss, weight = self._forward(*piece)
+        return loss, weight, calls
 
-    def gradients(self, inputs: tuple, restored: bool = True, times: float = 1.0) -> np.ndarray:
+    def gradients(self, piece: tuple, restored: bool = True, times: float = 1.0) -> np.ndarray:
         """Return the gradients, followed by the loss, as one float32 array.
 
         The loss is multiplied by its scale and `times` before the backward pass, and the gradients are divided by both.
@@ -120,12 +132,17 @@ class Division:
         if restored:
             self.layers.restore()
         scale = self.loss_scale * times
-        loss, gradients = self._differentiated(scale, *inputs)
+        (loss, _), gradients = self._differentiated(scale, *piece)
         return np.concatenate([t.astype(ms.float32).asnumpy().ravel() for t in (*gradients, loss)]) / np.float32(scale)
 
-    def _undivided(self, restored: bool = True) -> np.ndarray:
-        """Return the gradients of the batch: in float32 without the loss scale, in 16 bits with it (underflow)."""
-        return self.gradients(self.batch, restored, 1 / self.loss_scale if self.roundoff <= FLOAT32 else 1.0)
+    def undivided(self, restored: bool = True, times: float = 1.0) -> np.ndarray:
+        """Return the gradients of the batch, of a mean.
+
+        In float32 without the loss scale, in 16 bits with it, or they would be 0.
+        """
+        if self.roundoff <= FLOAT32:
+            times /= self.loss_scale
+        return self.gradients(self.whole, restored, times) / np.float32(self._divisor)
 
     def norms(self, gradients: np.ndarray) -> np.ndarray:
         """Return the Euclidean norm of each parameter's gradient."""
@@ -137,12 +154,12 @@ class Division:
 
     def compare(self, restored: bool = False) -> Comparison:
         """Compare the gradients. State is kept from piece to piece, as in training, unless it is `restored`."""
-        whole = self._undivided()
+        whole = self.undivided()
         total, magnitudes, sketches = np.zeros(whole.shape), np.zeros(len(self.parameters)), [self._sketch(whole)]
-        for place, share in enumerate(self.shares):
-            gradients = self._on_piece(place, self.gradients, restored or place == 0)
+        for place, (piece, share) in enumerate(zip(self.pieces, self.shares)):
+            gradients = self.gradients(piece, restored or place == 0)
             sketches.append(self._sketch(gradients))
-            if share > 0:  # a train step ignores a piece of weight 0, even if it is NaN
+            if share > 0:  # a train step ignores a mean of weight 0, even if it is NaN
                 magnitudes += share * self.norms(gradients)
                 total += share * gradients
         undivided, accumulated, difference = map(self.norms, (whole, total, total - whole))
@@ -170,6 +187,6 @@ class Division:
             value = parameter.asnumpy()
             off = value.astype(np.float64) * (1 + self.eps * signs.choice((-1.0, 1.0), value.shape))
             ops.assign(parameter, Tensor(off.astype(value.dtype), parameter.dtype))
-        change = self.norms(self._undivided(restored=False) - whole)
+        change = self.norms(self.undivided(restored=False) - whole)
         self.layers.restore()
         return np.where(np.isfinite(change), change, 0.0)  # a perturbed network that overflows gives no bound

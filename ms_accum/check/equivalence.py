@@ -3,28 +3,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial, update_wrapper
 from typing import TYPE_CHECKING, Any, Optional, Union
 
-import mindspore as ms
 import numpy as np
-from mindspore import Tensor, amp, nn, ops
+from mindspore import amp, nn
 
 from ..arguments import instance_of, one_of, whole_number
 from ..core.accumulator import REDUCTIONS
 from ..core.stages import checked_loss_scaler
-from ..steps.batch import (
-    RETURNS,
-    as_arguments,
-    checked_axis,
-    layout,
-    named_values,
-    parted,
-    positional,
-)
+from ..steps.batch import as_arguments, checked_axis, layout, named_values, positional
+from ..steps.forward import Functions
 from ..steps.train_mode import evaluating
 from ..steps.train_step import require_functions
-from ..tensors import as_tensor, as_weight
 from . import causes
 from .causes import in_loss
 from .comparison import FLOAT32, Division
@@ -39,7 +29,7 @@ _CLEAR = 1e-3  # of the gradient: a mistake of this size has to be seen
 _EXACT = 1e-5  # of each parameter's gradient: no mistake is as small in float32
 _ANSWERS = {True: "Accumulation is exact", False: "Accumulation is NOT exact",
             None: "Cannot tell whether accumulation is exact"}
-_IN_FLOAT32 = "the network computes in 16 bits; the verdict is that of a float32 copy of it"
+_COMPILED = "op by op, forward_fn raises an error; it was compiled, so no layer was looked at"
 
 
 @dataclass(frozen=True)
@@ -55,7 +45,7 @@ class Report:
         tolerances: For each parameter, the relative difference that rounding can explain.
         causes: Why the gradients differ or cannot be compared. Random layers that were switched off are also listed.
         samples, pieces: Number of samples in the batch, and of the pieces that it was cut into.
-        notes: How the gradients were compared, if not as usual: in a float32 copy.
+        compiled: Whether `forward_fn` runs in graph mode only, and was compiled without a look at its layers.
         in_evaluation: Whether the network is in evaluation mode and has layers that depend on the mode.
     """
 
@@ -66,7 +56,7 @@ class Report:
     causes: tuple[Cause, ...]
     samples: int
     pieces: int
-    notes: tuple[str, ...] = ()
+    compiled: bool = False
     in_evaluation: bool = False
 
     @property
@@ -81,12 +71,7 @@ class Report:
         # With a sum loss, all are almost equal, and rounding would choose a different one each time: use the first.
         worst = next(name for name, difference in figures.items() if not difference < 0.999 * most)
         lines = [self.verdict, f"largest relative difference: {most:.1e} in {worst} (rounding: up to "
-                 f"{self.tolerances[worst]:.1e})", *self.notes]
-        beyond = [name for name in figures if not figures[name] <= self.tolerances[name]]
-        beyond.sort(key=lambda name: figures[name])
-        if beyond:
-            shown = _listed([f"{name} {figures[name]:.1e}" for name in beyond[::-1]])
-            lines.append(f"beyond rounding: {len(beyond)} of {len(figures)} parameters: {shown}")
+                 f"{self.tolerances[worst]:.1e})", *[_COMPILED] * self.compiled]
         grouped: dict[Cause, list[str]] = {}
         for cause in self.causes:
             grouped.setdefault(replace(cause, layer=""), []).append(cause.layer)
@@ -113,9 +98,10 @@ def check_equivalence(
 ) -> Report:
     """Check whether accumulation is exact for a network, and name the causes and remedies if it is not.
 
-    It compares the gradient of a batch with the one accumulated over its pieces. It runs op by op in every mode. It
-    takes about four forward and backward passes of the batch, and to find a cause two to three times as many. It needs
-    memory for all activations of the batch, and for a network in 16 bits for a float32 copy of it, which is checked.
+    It compares the gradient of a batch with the one accumulated over its pieces. It runs op by op in every mode, or
+    compiled if `forward_fn` fails op by op: then it looks at no layer. It takes about four forward and backward passes
+    of the batch, and to find a cause two to three times as many. It needs memory for all activations of the batch.
+    Check a network in float32, before it is given 16 bits.
 
     Afterwards, parameters, other state, flags, random state and mode are restored, even if `forward_fn` raises an
     error. Other side effects of `forward_fn` (files, prints) remain.
@@ -130,8 +116,7 @@ def check_equivalence(
         batch_axis: The axis that counts the samples, as for `make_train_step`.
         weight_fn: `(*piece) -> weight`, as for `make_train_step`. None: the number of samples.
         has_weight: Whether `forward_fn` returns `(loss, weight)`, as for `make_train_step`.
-        loss_reduction: "sum" if `forward_fn` returns a sum, as for `make_train_step`. The check then compares the
-            gradients of the sum divided by the weight.
+        loss_reduction: "sum" if `forward_fn` returns a sum, as for `make_train_step`.
         loss_scaler: As for `make_train_step`. The accumulated gradients are then those of the scaled loss, divided by
             the scale; they must equal the gradients of the undivided batch without a scale.
 
@@ -139,8 +124,7 @@ def check_equivalence(
         A `Report`. `report.ok` is False if the two gradients of any parameter differ by more than rounding can explain
         (`ms_accum/check/comparison.py` states the bound). It is None if the check cannot tell: if other layers than
         MindSpore's draw random numbers; if the gradient is not finite; or if rounding could hide a difference of a
-        thousandth. In float32, differences below 1e-5 in all
-        parameters count as exact.
+        thousandth. In float32, differences below 1e-5 in all parameters count as exact.
 
     Raises:
         TypeError: If an argument is of the wrong kind, or `forward_fn` does not return a float Tensor.
@@ -176,66 +160,19 @@ def check_equivalence(
     pieces = whole_number("pieces", pieces, "give the number of pieces to cut the batch into", minimum=2)
     one_of("loss_reduction", loss_reduction, REDUCTIONS)
     loss_scale = 1.0 if loss_scaler is None else float(checked_loss_scaler(loss_scaler).scale_value)
-    functions: dict[str, Any] = {name: function and _wrapped(name, function, batch, names)
-                                 for name, function in (("forward_fn", forward_fn), ("weight_fn", weight_fn))}
-    if has_weight:
-        functions = {name: _part_of(functions["forward_fn"], place) for name, place in
-                     (("forward_fn", 0), ("weight_fn", 1))}
-    if loss_reduction == "sum":
-        functions["forward_fn"] = _mean_of(**functions, batch_axis=batch_axis)
-    return _checked(network, batch, partial(Division, network=network, pieces=pieces, batch_axis=batch_axis,
-                                            loss_scale=loss_scale, is_sum=loss_reduction == "sum", **functions))
-
-
-def _wrapped(name: str, function: Callable, batch: tuple, names: tuple[str, ...]) -> Callable:
-    """Return a function of the whole batch, with the name and amp level of `function`."""
-    called = positional(name, function, len(batch), names)
-
-    def wrapped(*batch: Any) -> Any:
-        return called(*batch)
-
-    wrapped = update_wrapper(wrapped, function)
-    wrapped.__name__ = getattr(function, "__name__", type(function).__name__)
-    return wrapped
-
-
-def _part_of(forward_fn: Callable, place: int) -> Callable:
-    """Return a function that returns the loss (place 0) or the weight (1) of one that returns both."""
-    def part(*batch: Any) -> Tensor:
-        return parted(forward_fn(*batch), True, False, RETURNS[True, False])[place]
-
-    return update_wrapper(part, forward_fn)
-
-
-def _mean_of(forward_fn: Callable, weight_fn: Optional[Callable], batch_axis: int) -> Callable:
-    """Return a function that returns the mean loss, given one that returns the sum."""
-    def mean(*batch: Any) -> Tensor:
-        weight = layout(batch, batch_axis)[0] if weight_fn is None else weight_fn(*batch)
-        weight = as_tensor(as_weight(weight))
-        return forward_fn(*batch) / ops.where(weight == 0, Tensor(1.0, ms.float32), weight)
-
-    return update_wrapper(mean, forward_fn)
-
-
-def _checked(network: nn.Cell, batch: tuple, divided: Callable) -> Report:
+    functions = Functions(positional("forward_fn", forward_fn, len(batch), names),
+                          positional("weight_fn", weight_fn, len(batch), names), has_weight)
+    name = getattr(forward_fn, "__name__", type(forward_fn).__name__)
     with untouched(network) as layers:
-        try:
-            with layers.in_float32(batch) as (inputs, copied):
-                return _report(network, divided(layers=layers, batch=inputs), (_IN_FLOAT32,) * copied)
-        except Exception:
-            if not copied:
-                raise
-        return _report(network, divided(layers=layers, batch=batch))  # code that casts by itself may not fit float32
-
-
-def _report(network: nn.Cell, division: Division, notes: tuple[str, ...] = ()) -> Report:
-    off, random = causes.switch_off_random(division)
-    comparison = division.compare()
-    ok, found = (None, random) if random else _judged(division, comparison)
-    names, relative = [p.name for p in division.parameters], comparison.relative.tolist()
-    return Report(ok, max(relative), dict(zip(names, relative)), dict(zip(names, comparison.tolerances.tolist())),
-                  (*off, *found), division.samples, len(division.pieces), notes,
-                  in_evaluation=evaluating(network) is not None)
+        division = Division(functions, name, network, layers, batch, pieces, batch_axis, loss_scale,
+                            loss_reduction == "sum")
+        off, random = causes.switch_off_random(division)
+        comparison = division.compare()
+        ok, found = (None, random) if random else _judged(division, comparison)
+        figures, relative = [p.name for p in division.parameters], comparison.relative.tolist()
+        return Report(ok, max(relative), dict(zip(figures, relative)),
+                      dict(zip(figures, comparison.tolerances.tolist())), (*off, *found), samples,
+                      len(division.pieces), division.compiles, in_evaluation=evaluating(network) is not None)
 
 
 def _judged(division: Division, comparison: Comparison) -> tuple[Optional[bool], list[Cause]]:

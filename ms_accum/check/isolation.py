@@ -1,4 +1,4 @@
-"""Run a user's network op by op, restore everything afterwards, and let a 16-bit network compute in float32."""
+"""Run a user's network op by op, and restore everything afterwards."""
 from __future__ import annotations
 
 import os
@@ -11,12 +11,10 @@ from unittest.mock import patch
 
 import mindspore as ms
 import numpy as np
-from mindspore import Parameter, Tensor, nn, ops
+from mindspore import Tensor, nn, ops
 
 from ..mindspore_api import KERNEL_SEEDS
-from ..tensors import HALF
 
-_TO_FLOAT = ("fp16", "bf16", "fp32")  # the flags of `to_float`
 Calls = dict[nn.Cell, tuple[list[Tensor], list[Tensor]]]  # inputs and outputs of each layer in its first call
 
 
@@ -60,33 +58,6 @@ class Layers:
                     ops.assign(value, Tensor(array, value.dtype))  # `set_data` would not reach a compiled graph
 
     @contextmanager
-    def in_float32(self, batch: tuple) -> Iterator[tuple[tuple, bool]]:
-        """Compute in float32 in the block, also layers with `to_float` or 16-bit parameters.
-
-        Yield the batch, and whether anything was in 16 bits. Casts in the code of a layer are kept, also those that the
-        levels "O1" and "auto" of `amp` have put there.
-        """
-        before, copies = self._kept, dict[int, Any]()
-        inputs = tuple([t.astype(ms.float32) if isinstance(t, Tensor) and t.dtype in HALF else t for t in batch])
-        copied = any(a is not b for a, b in zip(inputs, batch))
-        with ExitStack() as afterwards:
-            afterwards.callback(self.restore)
-            for cell in self.names:
-                flags = {flag: cell.get_flags().get(flag, False) for flag in _TO_FLOAT}
-                if flags["fp16"] or flags["bf16"]:
-                    afterwards.callback(cell.add_flags, **flags)
-                    cell.add_flags(fp16=False, bf16=False, fp32=True)
-                    copied = True
-                vars(cell)["_params"].update(_in_float32(cell, copies))
-                if type(cell).__name__ == "_OutputTo16":  # which O2 wraps around a float32 layer
-                    cell.dtype = ms.float32
-            self.keep()
-            try:
-                yield inputs, copied or bool(copies)
-            finally:
-                self._kept = before
-
-    @contextmanager
     def watched(self) -> Iterator[Calls]:
         """Yield the inputs and outputs of each Cell that runs in the block, also outside of the network."""
         call = nn.Cell.__call__
@@ -114,12 +85,6 @@ def _state(cell: nn.Cell) -> list[tuple]:
     return [(holder, dict(holder), [(value, value.asnumpy().tobytes()) for value in holder.values()
                                     if isinstance(value, Tensor)])
             for holder in (vars(cell), *vars(cell).values()) if isinstance(holder, dict)]
-
-
-def _in_float32(cell: nn.Cell, copies: dict[int, Parameter]) -> dict[str, Parameter]:
-    """Return float32 copies of a cell's 16-bit Parameters: `set_dtype`, there and back, would not reach a graph."""
-    return {name: copies.setdefault(id(p), Parameter(p.astype(ms.float32), p.name, p.requires_grad))
-            for name, p in vars(cell)["_params"].items() if p is not None and p.dtype in HALF}
 
 
 def tensors_in(values: Any) -> list[Tensor]:

@@ -100,6 +100,28 @@ class Counter(Held):
         return x / (self.state * 1.0), self.state + 1.0
 
 
+class Queue(Held):
+    """It shifts by the mean of what the last calls left, as a memory bank does."""
+
+    def __init__(self, frozen=False):
+        super().__init__(np.zeros(3), frozen)
+
+    def step(self, x):
+        return x + self.state.mean(), ops.concat((self.state[1:], x.mean().reshape(1)))
+
+
+class Depending(nn.Cell):
+    """Its state is changed by what its output depends on."""
+
+    def __init__(self, frozen=False):
+        super().__init__()
+        self.frozen, self.state = frozen, Parameter(Tensor(1.0, ms.float32), requires_grad=False)
+
+    def construct(self, x):
+        used = x / (self.state * 1.0)
+        return used if self.frozen else ops.depend(used, ops.assign_add(self.state, Tensor(0.5)))
+
+
 class Unused(Held):
     """It counts its calls, and does nothing with their number."""
 
@@ -118,21 +140,6 @@ class PythonCounter(nn.Cell):
         x = x / self.calls
         self.calls += 0 if self.frozen else 1
         return x
-
-
-class Mixed(nn.Cell):
-    """Every BatchNorm: three that normalise by the batch, and one that never does."""
-
-    def __init__(self):
-        super().__init__()
-        self.flat, self.deep = nn.BatchNorm1d(6), nn.BatchNorm3d(2)
-        self.always = nn.BatchNorm1d(6, use_batch_statistics=True)
-        self.never = nn.BatchNorm1d(6, use_batch_statistics=False)
-        self.dense = nn.Dense(6, 3)
-
-    def construct(self, x):
-        x = x + self.deep(x.reshape(-1, 2, 3, 1, 1)).reshape(-1, 6)
-        return self.dense(self.flat(self.never(x)) * self.always(x))
 
 
 class Drop(nn.Cell):
@@ -156,24 +163,6 @@ class Gumbel(nn.Cell):
 class Centred(nn.Cell):
     def construct(self, x):
         return x - x.mean(0)
-
-
-class Beside(nn.CellList):
-    """Layers side by side: the mean of their outputs."""
-
-    def construct(self, x):
-        return sum([layer(x) for layer in self]) / len(self)
-
-
-class Half(nn.Cell):
-    """It computes in 16 bits by its own code, which no flag shows."""
-
-    def __init__(self, inside):
-        super().__init__()
-        self.inside = inside
-
-    def construct(self, x):
-        return self.inside(x.astype(ms.float16).astype(ms.float32)).astype(ms.float16)
 
 
 def attention():
