@@ -18,8 +18,6 @@ _MANY = 8
 _HINT = ("graphs were compiled for {} shapes of batches by now, which took {:.0f} s, and each further shape takes as "
          "long; pad batches to a few lengths (with a weight_fn that counts tokens, padding changes nothing), or let "
          'one graph take all lengths: declare dynamic shapes {}. The guide\'s page "Language models" shows both')
-_NO_AXES = ("the declared shape of {} has no known number of axes, expected one entry for each axis, None for each "
-            "length that changes, e.g. (32, None)")
 
 
 @dataclass(frozen=True)
@@ -63,9 +61,6 @@ class Shapes:
         if (columns, names) not in self._inputs:
             given = {column: value for column, value in dynamic_inputs(self.function).items()
                      if isinstance(value, Tensor) and any(length < 0 for length in value.shape)}
-            for column, value in given.items():
-                if -2 in value.shape:
-                    raise ValueError(_NO_AXES.format(column))
             placed = columns_of(self.function, columns, names)
             self._inputs[columns, names] = Inputs(tuple([given.get(column) for column in placed]), placed)
         return self._inputs[columns, names]
