@@ -33,8 +33,8 @@ from ..tensors import (
     clip_factor,
     divide_no_nan,
     mapped,
-    multiply_no_nan,
     norm_of,
+    scaled,
     square_sum,
     stack,
     state_parameter,
@@ -49,8 +49,8 @@ from .stages import Called, Stage
 # all; updates; windows closed; microbatches or windows skipped; windows dropped in a row; windows of weight 0.
 COUNTS = "MARK", "HELD", "OWN", "ADDED", "UPDATES", "WINDOWS", "SKIPPED", "IN_ROW", "EMPTY"
 MARK, HELD, OWN, ADDED, UPDATES, WINDOWS, SKIPPED, IN_ROW, EMPTY = range(9)
-# Places in `sums`: of the open window its weight, weight * loss, and pieces taken and skipped; of the last one its
-# weight, mean loss and gradient norm; the fraction that `seen` lacks; then what stages measure of the open window.
+# Places in `sums`: of the open window its weight, weight / unit * loss, and pieces taken and skipped; of the last one
+# its weight, mean loss and gradient norm; the fraction that `seen` lacks; then what stages measure of the open window.
 WEIGHT, LOSS, TAKEN, SKIPS, LAST, MEAN, NORM, REST, MEASURED = range(9)
 CLOSING, LOADING = -2**20, -2**22  # the marks of a close and of a load; those of pieces are small and positive
 _numbers = count()
@@ -137,14 +137,14 @@ class Window:
             weight, is_taken = stage.weigh(gradients, weight)
             taken = taken * is_taken
         factor = self.factor_of(weight) * taken
-        numbers = (*self._numbers(weight, loss, taken), *self._measured(gradients, weight))
+        numbers = (*self._numbers(weight, loss, factor, taken), *self._measured(gradients, weight))
         gradients, factor, numbers = self.exchange.each(gradients, factor, numbers)
         self.kernels.add(factor, self.buffers, gradients)
         self._count(numbers, after)
 
     def count_piece(self, weight: Scalar, loss: Tensor, after: Tensor) -> None:
         """Count a piece whose gradients are in the buffers."""
-        self._count((*self._numbers(weight, loss, 1.0), *self.no_measures), after)
+        self._count((*self._numbers(weight, loss, self.factor_of(weight), 1.0), *self.no_measures), after)
 
     def add_nothing(self, after: Tensor) -> Tensor:
         """Take part in a piece of other ranks, without data. Return the counts."""
@@ -160,13 +160,9 @@ class Window:
         """Return gradients of 0 for all parameters."""
         return mapped(cleared, self.zero, self.exchange.parameters)
 
-    def _numbers(self, weight: Scalar, loss: Optional[Tensor], taken: Scalar) -> Numbers:
+    def _numbers(self, weight: Scalar, loss: Optional[Tensor], factor: Scalar, taken: Scalar) -> Numbers:
         total = NOTHING + nan if loss is None else cast(loss, ms.float32)  # by hand, the loop has the loss
-        if not self.is_sum and loss is not None:
-            total = multiply_no_nan(total, as_tensor(weight))
-        elif isinstance(taken, Tensor):
-            total = multiply_no_nan(total, taken)
-        return weight, total, taken, 1.0 - taken
+        return weight, scaled(factor, total, ms.float32), taken, 1.0 - taken
 
     def _measured(self, gradients: Gradients, weight: Scalar) -> Numbers:
         measured, factor = (), 1.0  # type: tuple, Scalar
@@ -193,25 +189,26 @@ class Window:
         return self.length.is_full(counts[HELD], counts[UPDATES], sums[WEIGHT])
 
     def close(self) -> Tensor:
-        """Update with the open window, or drop it if it is not accepted. Return the counts."""
+        """Update with the open window, or drop it if it is not accepted. Return a Tensor."""
         sums, gradients = unstack(self.sums), self.buffers
         if len(gradients) == 0:  # of one microbatch, which is empty, or is another rank's
             gradients = self.nothing_of_parameters()
         return self.update_with(gradients, self.unit or 1.0, (*sums[:LAST], *sums[MEASURED:]), APPLIED)
 
     def alone(self, gradients: Gradients, weight: Scalar, loss: Tensor) -> Tensor:
-        """Update with one microbatch, without buffers: in the unit `weight`, the factor is 1. Return the counts."""
-        numbers = self._numbers(weight, loss, 1.0)
+        """Update with one microbatch, without buffers: in the unit `weight`, the factor is 1. Return a Tensor."""
+        numbers = (weight, cast(loss, ms.float32), 1.0, 0.0)
         return self.update_with(gradients, 1.0 if self.is_sum else weight, numbers, ALONE)
 
     def update_with(self, gradients: Gradients, unit: Scalar, numbers: Numbers, applied: Tensor) -> Tensor:
-        """Exchange, judge, normalise, clip, update, clear and count. Return the counts.
+        """Exchange, judge, normalise, clip, update, clear and count. Return a Tensor.
 
         `applied`: the change of the counts by an update.
         """
         if isconstant(self.zero):  # op by op
             require_runnable(self.optimizer, True)
         ops.assign_add(self.counts, ops.depend(CLOSE, gradients[-1]))
+        numbers = (numbers[WEIGHT], scaled(unit, as_tensor(numbers[LOSS]), ms.float32), *numbers[TAKEN:])
         gradients, unit, numbers = self.exchange.window(gradients, unit, numbers)
         weight = numbers[WEIGHT]  # not unpacked: MindSpore warns of a part that is not used
         # The loss scale goes into the factor: to divide each gradient first would need a copy of all of them.
@@ -240,14 +237,14 @@ class Window:
             skips = ops.maximum(cast(as_tensor(numbers[SKIPS]), ms.int32), 1 - cast(accepted, ms.int32))
             by = ops.where(accepted, applied, DROPPED - ONE_SKIPPED + self.counts * ONE_IN_ROW) + ONE_SKIPPED * skips
         if isinstance(weight, Tensor):
-            by = by + ONE_EMPTY * cast(weight == 0, ms.int32)
+            by = ops.where(weight == 0, by + ONE_EMPTY, by)
         mean = divide_no_nan(as_tensor(numbers[LOSS]), as_tensor(self.divisor(weight)))
         rest = self._count_seen(weight, accepted)
         none = NOTHING
         ops.assign(self.sums, stack((none, none, none, none, as_tensor(weight), mean, norm, rest, *self.no_measures)))
         ops.assign(self.counts, self.counts * KEPT + by)  # last: it takes the mark away
         # A Tensor: if a function with an `if` returns None, MindSpore cannot compile what follows for Ascend.
-        return self.counts + 0
+        return mean
 
     def divisor(self, weight: Scalar) -> Scalar:
         """Return what a sum of this weight is divided by, for its mean; a mean over nothing is 0."""
@@ -288,12 +285,10 @@ class Window:
         counted = as_tensor(weight)
         if self.drops:
             counted = counted * cast(accepted, ms.float32)
-        counted = ops.where(ops.isfinite(counted), counted, NOTHING)
+        counted = rest + ops.where(ops.isfinite(counted), counted, NOTHING)
         whole = ops.round(counted)
-        rest = rest + (counted - whole)  # at most 1, so it keeps fractions down to 2**-25
-        carry = ops.round(rest)
-        ops.assign_add(self.seen, cast(whole + carry, ms.int64))
-        return rest - carry
+        ops.assign_add(self.seen, cast(whole, ms.int64))
+        return counted - whole
 
     # --- for the host -------------------------------------------------------------------------------------------------
 

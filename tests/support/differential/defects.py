@@ -65,12 +65,12 @@ def factor_without_weight(self, weight):
     return 1.0 / (self.unit or 1.0)
 
 
-def numbers_of_a_sum(self, weight, loss, taken):
-    return weight, cast(loss, ms.float32), 1.0, 0.0
+def numbers_of_a_sum(self, weight, loss, factor, taken):
+    return weight, cast(loss, ms.float32) / (self.unit or 1.0), 0.0
 
 
 def alone_in_unit_one(self, gradients, weight, loss):
-    return self.update_with(gradients, 1.0, numbers_of_a_sum(self, weight, loss, 1.0), ALONE)
+    return self.update_with(gradients, 1.0, (weight, cast(loss, ms.float32), 0.0), ALONE)
 
 
 _WEIGHT_IN_LOSS = (Replaced(Window, "factor_of", factor_without_weight), Replaced(Window, "alone", alone_in_unit_one),
@@ -100,8 +100,8 @@ def taken_in_any_case(self, gradients, weight):
     return weight, _weigh(self, gradients, weight)[1]
 
 
-def sum_of_means(self, weight, loss, taken):
-    numbers = _numbers(self, weight, loss, taken)
+def sum_of_means(self, weight, loss, factor, taken):
+    numbers = _numbers(self, weight, loss, factor, taken)
     return (weight, cast(loss, ms.float32), *numbers[2:]) if loss is not None else numbers
 
 
@@ -140,7 +140,7 @@ def factor_by_weight(self, weight):
 
 
 def alone_by_weight(self, gradients, weight, loss):
-    return self.update_with(gradients, weight, _numbers(self, weight, loss, 1.0), ALONE)
+    return self.update_with(gradients, weight, (weight, cast(loss, ms.float32) / weight, 0.0), ALONE)
 
 
 def forward_of_weight_one(functions):
