@@ -66,11 +66,11 @@ def factor_without_weight(self, weight):
 
 
 def numbers_of_a_sum(self, weight, loss, factor, taken):
-    return weight, cast(loss, ms.float32) / (self.unit or 1.0), 0.0
+    return weight, cast(loss, ms.float32) / (self.unit or 1.0), 1.0, 0.0
 
 
 def alone_in_unit_one(self, gradients, weight, loss):
-    return self.update_with(gradients, 1.0, (weight, cast(loss, ms.float32), 0.0), ALONE)
+    return self.update_with(gradients, 1.0, (weight, cast(loss, ms.float32), 1.0, 0.0), ALONE)
 
 
 _WEIGHT_IN_LOSS = (Replaced(Window, "factor_of", factor_without_weight), Replaced(Window, "alone", alone_in_unit_one),
@@ -140,7 +140,7 @@ def factor_by_weight(self, weight):
 
 
 def alone_by_weight(self, gradients, weight, loss):
-    return self.update_with(gradients, weight, (weight, cast(loss, ms.float32) / weight, 0.0), ALONE)
+    return self.update_with(gradients, weight, (weight, cast(loss, ms.float32) / weight, 1.0, 0.0), ALONE)
 
 
 def forward_of_weight_one(functions):
