@@ -26,6 +26,7 @@ ACCEPTED = {
     (Accumulator, "accumulate_step"): WHOLE,
     (Accumulator, "clip_norm"): {"None", "2", "2.5", "inf", "1e-300", "2**31", "10**400", "1/3", "np.float32"},
     (Accumulator, "reduction"): set(),
+    (Accumulator, "min_weight"): {"None", "2", "2.5", "1e-300", "2**31", "1/3", "np.float32"},
     (Accumulator, "buffer_dtype"): {"None", "dtype"},
     (Accumulator, "on_nonfinite"): set(),
     (Accumulator, "max_skips"): WHOLE | {"None", "0", "2**31", "10**400"},

@@ -81,7 +81,7 @@ def test_the_verdict_for_layers_with_state_is_that_of_a_training(seeds, monkeypa
     assert all(what == (set() if ok else {STATE}) for ok, what in found), found
     assert {ok for ok, _ in found} == {True, False}
     monkeypatch.setattr(Layers, "restore", lambda self, as_found=False: None)
-    with pytest.raises(AssertionError, match="Accumulation is"):
+    with pytest.raises(AssertionError, match="ccumulation is"):
         list(reports())
 
 
