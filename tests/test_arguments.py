@@ -1,4 +1,5 @@
 """Hostile use: junk arguments and bad calls. Each is taken, or refused in words and changes no bit."""
+import inspect
 import re
 from decimal import Decimal
 from fractions import Fraction
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, nn
 
-from ms_accum import Accumulator, DataParallel, make_train_step
+from ms_accum import Accumulator, DataParallel, TrainOneStepCell, make_grad_cache_step, make_train_step
+from ms_accum.core.accumulator import Options
 from ms_accum.selftest.comparing import values
 
 INF, NAN = float("inf"), float("nan")
@@ -71,6 +73,12 @@ def test_an_argument_is_taken_or_refused_by_its_name(function, argument):
     assert {name for name, message in messages.items() if message is None} == ACCEPTED[function, argument]
     for message in filter(None, messages.values()):
         assert re.match(rf"(?s){argument}(\[0\])?( is .*, expected .|=.*; (give|define it) )", message)
+
+
+def test_options_have_one_place():
+    """What the three doors take beside their own arguments is what `Options` names."""
+    for make in (make_train_step, make_grad_cache_step, TrainOneStepCell.__init__):
+        assert not {*inspect.signature(make).parameters} & {*Options.__annotations__}
 
 
 def good(value=1.0):

@@ -1,5 +1,4 @@
 """Loops over epochs: what is read, counted, skipped, flushed, owned and called; sentences 2, 3, 8 and 11."""
-import inspect
 import pickle
 from contextlib import nullcontext
 from copy import copy, deepcopy
@@ -12,15 +11,7 @@ from mindspore.dataset import NumpySlicesDataset
 from support.modes import running
 from support.training import LOSS, sgd, step_of
 
-from ms_accum import (
-    TrainOneStepCell,
-    load_checkpoint,
-    make_grad_cache_step,
-    make_train_step,
-    save_checkpoint,
-    until_weight,
-)
-from ms_accum.core.accumulator import Options
+from ms_accum import load_checkpoint, make_train_step, save_checkpoint, until_weight
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
@@ -302,12 +293,6 @@ def test_options_that_do_not_fit_are_errors(error, message, options):
     """Junk as one option alone: test_arguments.py."""
     with pytest.raises(error, match=message):
         step_of(2, **options)
-
-
-def test_options_have_one_place():
-    """What the three doors take beside their own arguments is what `Options` names."""
-    for make in (make_train_step, make_grad_cache_step, TrainOneStepCell.__init__):
-        assert not {*inspect.signature(make).parameters} & {*Options.__annotations__}
 
 
 def test_a_network_that_was_built_again_is_an_error_with_the_remedy():
