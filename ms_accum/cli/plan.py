@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from ..batch_size.trial import Trial
 
 DESCRIPTION = """\
-Find the largest microbatch that fits in memory, in a few trials, each in a process of its own.
+Find the largest microbatch that fits in memory, in a few trials, each a process of its own.
 
 FUNCTION takes the size of a microbatch, and returns a function that trains on one. For a dry run (--device ascend
 without an NPU), it also returns the train step that it built. For --noise-scale, it also takes accumulate_step= and
 stages=, and passes them to make_train_step.
 
-Exit status: 0 if a microbatch was found, 1 if none fits or a process fails, 2 for a bad command line"""
+Exit status: 0 if one was found, 1 if none fits or a process fails, 2 for a bad command line"""
 
 EXAMPLES = """\
 examples:
@@ -45,7 +45,7 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
         type=lambda text: {device.lower(): device for device in DEVICES}.get(text.lower(), text))
     add("--noise-scale", type=whole_number(1), nargs="?", const=32, metavar="WINDOWS",
         help="also recommend a window length, measured in so many windows (default: %(const)s)")
-    add("--json", type=file_to_write, metavar="FILE", help="write plan, trials and noise scale")
+    add("--json", type=file_to_write, metavar="FILE", help="write all figures")
 
 
 def size_in_bytes(text: str) -> int:

@@ -11,12 +11,11 @@ PAGE = Path(__file__).with_name("cli.md")
 INTRODUCTION = """\
 # Command line
 
-The command `ms-accum` [checks](../guide/check.md) whether accumulation is exact for a network, \
-[plans](../guide/batch-size.md) a microbatch, and [tests](../guide/selftest.md) \
-itself on your device. This page shows what `--help` prints, without its examples.
+What `--help` prints of [checks](../guide/check.md), [plans](../guide/batch-size.md) and \
+[tests](../guide/selftest.md), without examples.
 """
 COMMANDS = "check", "plan", "selftest"
-EXAMPLES = re.compile(r"\nexamples:\n(  .*\n)+")
+LEFT_OUT = re.compile(r"\nexamples:\n(  .*\n)+|  -h, --help .*\n")
 
 
 def text():
@@ -29,7 +28,7 @@ def section(command):
     """Return a heading and the help of a command."""
     with redirect_stdout(io.StringIO()) as printed:
         main([command, "--help"])
-    return f"\n## ms-accum {command}\n\n```text\n{EXAMPLES.sub('', printed.getvalue()).rstrip()}\n```\n"
+    return f"\n## ms-accum {command}\n\n```text\n{LEFT_OUT.sub('', printed.getvalue()).rstrip()}\n```\n"
 
 
 if __name__ == "__main__":
