@@ -68,11 +68,10 @@ def plan_micro_batch(make_step: MakeStep, batch_size: int, *, memory_limit: Opti
         memory_limit: Limit in bytes. None: on CPU, 90 % of the memory that is free on this machine and allowed to this
             container; on another device, 90 % of 64 GiB.
         device_target: "CPU", "GPU" or "Ascend". On "CPU", the peak resident memory of the process is measured,
-            including the compiler (about 400 MiB without a step); on "GPU" and "Ascend",
-            `mindspore.runtime.max_memory_reserved` (not tested, for lack of the hardware). "Ascend" on a machine
-            without an NPU, or with MindSpore's variable `MS_SIMULATION_LEVEL` set, is a dry run, which needs CANN but
-            no device: the step is compiled and its memory planned, and all values read as 0.
-            None: MindSpore's current device.
+            including MindSpore itself; on "GPU" and "Ascend", `mindspore.runtime.max_memory_reserved` (not tested, for
+            lack of the hardware). "Ascend" on a machine without an NPU, or with MindSpore's variable
+            `MS_SIMULATION_LEVEL` set, is a dry run, which needs CANN but no device: the step is compiled and its memory
+            planned, and all values read as 0. None: MindSpore's current device.
         on_trial: Function that is called with each finished trial, e.g. to show progress.
 
     Raises:
