@@ -2,9 +2,7 @@
 
 No kernel is launched: values, speed, and whether a kernel exists stay unknown.
 """
-import re
 from collections import Counter
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -13,7 +11,6 @@ from support.ascend.dry_run import Node, Report, behind, dry_run, fused_by_the_s
 from support.ascend.stand_ins import built_once, locked, missing, shared_folder
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
-PAGE = Path(__file__).parents[2] / "tutorials" / "guide" / "accelerators.md"
 CONTROL_FLOW = {"ConditionSwitch", "ConditionGather", "Switch", "SwitchLayer", "Partial", "call", "PyExecute"}
 DENSE = ".weight"
 EVERYBODY = "hccl_world_group"
@@ -297,12 +294,21 @@ def test_in_sink_mode_the_graph_reads_the_batch_itself(compiled):
         assert [Counter(node.name for node in graph)["GetNext"] for graph in compiled(process)[name].graphs] == [wanted]
 
 
+# MindSpore's optimizers that do not compile for Ascend. The guide says how many.
+NOT_COMPILED = {
+    "float32": "",
+    "float16": "nn.LARS nn.AdamOffload nn.FTRL experimental.optim.Rprop",
+    "bfloat16": """
+        nn.Momentum nn.LARS nn.Adam nn.LazyAdam nn.AdamOffload nn.Lamb nn.SGD nn.FTRL nn.RMSProp nn.ProximalAdagrad
+        nn.Adagrad nn.AdaMax nn.Adadelta experimental.optim.SGD experimental.optim.Adam experimental.optim.Adadelta
+        experimental.optim.Adagrad experimental.optim.Rprop"""}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_the_guide_lists_the_optimizers_that_do_not_compile(compiled, dtype):
-    row = re.search(rf"^\| {dtype} \|(.*)", PAGE.read_text(encoding="utf-8"), re.MULTILINE)[1]
+@pytest.mark.parametrize("dtype", NOT_COMPILED)
+def test_these_optimizers_do_not_compile_for_ascend(compiled, dtype):
     (report,) = compiled(dtype).values()
     assert isinstance(report, Report), report
-    assert set(report.numbers["failed"]) == set(re.findall(r"`([\w.]+)`", row))
+    assert set(report.numbers["failed"]) == set(NOT_COMPILED[dtype].split())
     assert not any(report.numbers["failed"].values())  # nor without ms_accum
     assert len(report.numbers["compiled"]) > 10
