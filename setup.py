@@ -24,7 +24,6 @@ setup(
     install_requires=["mindspore>=2.7", "numpy<2", "download", "safetensors>=0.8", "tqdm"],
     extras_require={
         "plot": ["matplotlib"],
-        "selftest": ["pytest>=7"],
         "docs": DOCS,
         # MindYOLO's wheel names no requirements. MindOCR pins old ones: pip install --no-deps mindocr
         "ecosystem": ["mindcv", "mindone", "mindyolo", "opencv-python-headless", "pycocotools", "setuptools<81"],

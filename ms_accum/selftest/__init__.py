@@ -1,1 +1,1 @@
-"""The pytest suite behind `ms-accum selftest`: is accumulation exact on this device, and what does it cost?"""
+"""The checks behind `ms-accum selftest`: is accumulation exact on this device, and what does it cost?"""

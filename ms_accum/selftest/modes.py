@@ -22,9 +22,7 @@ def running(mode: str) -> Iterator[None]:
     before = ms.get_context("mode")
     ms.set_context(mode=MODES[mode])
     try:
-        with patch.dict(os.environ, {"MS_JIT": "0"} if mode == "pynative" else {}):
-            if mode != "pynative":
-                os.environ.pop("MS_JIT", None)
+        with patch.dict(os.environ, MS_JIT="0" if mode == "pynative" else "1"):
             yield
     finally:
         ms.set_context(mode=before)

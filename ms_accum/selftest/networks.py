@@ -50,23 +50,6 @@ class TargetLoss(nn.Cell):
                                  reduction=self.reduction)
 
 
-class Encoder(nn.Cell):
-    """Represent two views of each sample."""
-
-    def __init__(self, network: MLP) -> None:
-        super().__init__(auto_prefix=False)
-        self.network, self.dtype = network, network.first.weight.dtype
-
-    def construct(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the representations of x and y, float32 `(samples, features)`."""
-        return self.network(x.astype(self.dtype)), self.network(y.astype(self.dtype))
-
-
-def contrastive_loss(x: Tensor, y: Tensor) -> Tensor:
-    """Return the InfoNCE loss of two views: each row of x matches the same row of y."""
-    return ops.cross_entropy(ops.matmul(x.astype(ms.float32), y.astype(ms.float32).T), ops.arange(x.shape[0]))
-
-
 def targets(x: Tensor, y: Tensor) -> Tensor:
     """Return the number of targets: int Tensor of shape `()`."""
     return (y != NO_TARGET).sum()

@@ -1,135 +1,130 @@
-"""One training: a small network, an accumulator and its driver, compared with plain MindSpore. And data for it."""
+"""Train a small network in each way of ms_accum, and in plain MindSpore on the undivided batch of each window."""
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from itertools import product
-from typing import Any, Optional, Union
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
 
 import mindspore as ms
 import numpy as np
-import pytest
-from mindspore import Tensor, ops
+from mindspore import Parameter, Tensor, amp, nn, ops
 
-from . import plain
-from .drivers import Driver
-from .networks import MLP, NO_TARGET, TargetLoss
+from ms_accum import Accumulator, TrainOneStepCell, make_train_step
 
-# By the name of a driver in the table: its name for `Driver`, and the pieces of a microbatch.
-DRIVERS = {
-    "by hand, compiled": ("hand-jit", 1), "by hand, op by op": ("hand-pynative", 1), "train step": ("step-jit", 1),
-    "train step, 2 pieces": ("step-jit", 2), "cell, graph mode": ("cell-graph", 1),
-    "cell, PyNative": ("cell-pynative", 1),
-}
-# The largest norm of the difference to plain training, relative to the norm of the parameters' change.
-BOUNDS = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 1e-1}
+from .comparing import relative, values
+from .modes import running
+from .networks import MLP, NO_TARGET, TargetLoss, batches
+
+Windows = Sequence[Sequence[tuple]]  # of microbatches, which are arrays
+
+# The ways to train, and how each runs: see `modes`.
+DRIVERS = {"by hand, compiled": "jit", "by hand, op by op": "pynative", "train step": "jit",
+           "train step, 2 pieces": "jit", "cell, graph mode": "graph", "cell, PyNative": "pynative"}
+TOKENS = 14  # in each window of a sum, by which a script by hand divides its loss
 
 
-def rows(quick: Union[str, tuple[str, ...], None] = None, drivers: Collection[str] = DRIVERS,
-         dtypes: Collection[str] = BOUNDS, checks: Collection[str] = ()) -> pytest.MarkDecorator:
-    """Parametrize a test: it is a row of the table for each driver and dtype.
+class Plain:
+    """Train parameters in plain MindSpore, op by op, with one update for each window. `losses`: of microbatches."""
 
-    Args:
-        quick: The driver, or drivers, in the quick run, which has only the first dtype. None: all drivers.
-        drivers, dtypes: Values of these arguments.
-        checks: Values of the argument `check`, which are names of rows. Without it, the test names them.
-    """
-    first, checked, fast = next(iter(dtypes)), bool(checks), (quick,) if isinstance(quick, str) else quick
-    return pytest.mark.parametrize(("check", "driver", "dtype")[not checked:], [
-        pytest.param(*(check, driver, dtype)[not checked:],
-                     marks=[pytest.mark.quick] * (dtype == first and (fast is None or driver in fast)))
-        for dtype, driver, check in product(dtypes, drivers, checks or [""])], scope="module")
+    def __init__(self, loss_fn: Callable, parameters: Sequence[Parameter], windows: Windows,
+                 clip_norm: float = np.inf) -> None:
+        self.losses: list[float] = []
+        with running("pynative"):
+            optimizer, self.start = optimizer_of(parameters), values(parameters)
+            gradients_of = ms.grad(loss_fn, None, optimizer.parameters)
+            for window in windows:
+                self.losses += [float(loss_fn(*map(Tensor, microbatch))) for microbatch in window]
+                gradients = gradients_of(*(Tensor(np.concatenate(column)) for column in zip(*window)))
+                norm = float(ops.sqrt(sum(ops.square(g.astype(ms.float32)).sum() for g in gradients)))
+                factor = clip_norm / max(norm, clip_norm) if clip_norm < np.inf else 1.0
+                optimizer(tuple((g.astype(ms.float32) * factor).astype(g.dtype) for g in gradients))
+            self.end = values(parameters)
+
+    def off(self, network: nn.Cell) -> float:
+        """Return the error of a network's parameters, relative to how far plain training moved them."""
+        moved = [end - start for start, end in zip(self.start, self.end)]
+        assert 0 < sum((m**2).sum() for m in moved) < np.inf, \
+            "plain training did not move the parameters, or not to numbers: the device computes nothing, or wrongly"
+        return relative([p - start for start, p in zip(self.start, values(network.trainable_params()))], moved)
+
+
+def optimizer_of(parameters: Sequence[Parameter]) -> nn.Optimizer:
+    """Return Momentum, or for bfloat16 AdamWeightDecay, which a large epsilon makes nearly linear in the gradient."""
+    if parameters[0].dtype == ms.bfloat16:
+        return nn.AdamWeightDecay(list(parameters), learning_rate=5.0, eps=1.0)
+    return nn.Momentum(list(parameters), learning_rate=0.5, momentum=0.9)
 
 
 class Training:
-    """Train a network with a driver of an accumulator. Compiling takes most of the time, so tests share a training.
+    """Train with one of DRIVERS, in a dtype. For arguments that are not those of `make_train_step`, see below.
 
     Args:
-        driver: One of DRIVERS.
-        dtype: Name of the parameters' dtype.
-        length: Number of microbatches in a window.
-        reduction: Reduction of the loss over its targets.
-        weight_fn: Function that returns the weight of a microbatch. None: its number of samples.
-        divisor: By hand: the divisor of summed gradients. None: means, as in a train step.
-        trained: Function that returns the parameters to train, given those of the network.
-        seed: Seed of the initial weights. Plain training uses 0.
-        options: Further options of the accumulator.
+        reduction, scale: Of the loss over its targets; the first value of a loss scaler, if any.
+        trained, seed: What returns the parameters to train, given the network's; of the initial weights (plainly: 0).
     """
 
-    def __init__(self, driver: str, dtype: str, length: int, *, reduction: str = "mean",
-                 weight_fn: Optional[Callable] = None, divisor: Optional[float] = None, trained: Callable = list,
+    def __init__(self, driver: str, dtype: str, length: int, reduction: str = "mean",
+                 weight_fn: Optional[Callable] = None, scale: Optional[float] = None, trained: Callable = list,
                  seed: int = 0, **options: Any) -> None:
-        self.dtype, self.reduction, self.weight_fn = getattr(ms, dtype), reduction, weight_fn
-        self.clip_norm: float = options.get("clip_norm", np.inf)
-        self.plainly([samples((5,), 2)])  # first of all: the device may have no kernels for this dtype
-        self.network = MLP(seed=seed, dtype=self.dtype)
-        optimizer, (name, pieces) = plain.optimizer_of(trained(self.network.trainable_params())), DRIVERS[driver]
-        by_hand = name.startswith("hand")
-        summed = by_hand and divisor is not None
-        own: dict[str, Any] = {} if by_hand else {"loss_reduction": reduction}
-        if name.startswith("step"):
-            own["pieces"] = pieces
-        self.driver = Driver(name, TargetLoss(self.network, reduction), optimizer, length,
-                             once if summed else weight_fn, (divisor or 1.0) if summed else 1.0,
-                             "sum" if summed else "mean", options, **own)
-        self.boundary = self.driver.boundary
-        every = (*self.network.get_parameters(), *optimizer.get_parameters())
-        self.state = list({id(p): p for p in every}.values())
-        # A copy, because asnumpy() shares the memory of a Parameter, which training changes.
-        self.start = [Tensor(p.asnumpy().copy(), p.dtype) for p in self.state]
+        self.length, self.mode, self.clip_norm = length, DRIVERS[driver], options.get("clip_norm", np.inf)
+        self.network = MLP(seed=seed, dtype=getattr(ms, dtype))
+        self.optimizer = optimizer = optimizer_of(trained(self.network.trainable_params()))
+        self.scaler: Any = scale and amp.DynamicLossScaler(scale, 2, 1000)
+        options["loss_scaler"], loss_fn = self.scaler, TargetLoss(self.network, reduction)
+        own: dict[str, Any] = {"weight_fn": weight_fn, "loss_reduction": reduction, **options}
+        with running(self.mode):
+            if driver.startswith("by hand"):
+                self.accumulator: Any = Accumulator(optimizer, length, reduction=reduction, **options)
+                step = by_hand(self.accumulator, loss_fn, reduction == "sum", weight_fn)
+                self.step = step if self.mode == "pynative" else ms.jit(step)
+            elif driver.startswith("cell"):
+                self.step = self.accumulator = TrainOneStepCell(loss_fn, optimizer, length, **own)
+            else:
+                self.step = self.accumulator = make_train_step(
+                    loss_fn, optimizer, length, pieces=1 + ("2 pieces" in driver), eager=self.mode == "pynative", **own)
+        self.window, self.status = self.accumulator.boundary.window, self.accumulator.boundary.status
 
-    def plainly(self, windows: Sequence[Sequence[tuple]]) -> plain.Expected:
-        """Train in plain MindSpore."""
-        network, weight = MLP(dtype=self.dtype), self.weight_fn
-        loss = TargetLoss(network, self.reduction)
-        if self.reduction == "mean" or weight is None:
-            return plain.train(loss, network.trainable_params(), windows, self.clip_norm)
-        return plain.train(lambda *batch: loss(*batch) / weight(*batch), network.trainable_params(), windows)
-
-    def expect(self, windows: Sequence[Sequence[tuple]], clipped: bool = False) -> plain.Expected:
-        """Train in plain MindSpore, and go back to the start. `clipped`: whether gradients are that large."""
-        expected = self.plainly(windows)
-        assert all((norm > self.clip_norm) == clipped for norm in expected.norms), \
-            f"gradients of plain training have the norms {expected.norms}, expected them to be clipped: {clipped}"
-        for parameter, value in zip(self.state, self.start):
-            ops.assign(parameter, value)
-        self.boundary.reset()
-        return expected
-
-    def learn(self, windows: Sequence[Sequence[tuple]]) -> list[Tensor]:
-        """Train on microbatches. Return their losses."""
-        with self.driver:
-            returned = [self.driver(*microbatch) for window in windows for microbatch in window]
+    def learn(self, windows: Windows) -> list[Tensor]:
+        """Train on microbatches, and apply a window that is incomplete. Return their losses."""
+        with running(self.mode):
+            returned = [self.step(*map(Tensor, microbatch)) for window in windows for microbatch in window]
+            if len(returned) % self.length:
+                assert self.accumulator.flush(), "flush() closed no window"
         return [loss[0] if isinstance(loss, tuple) else loss for loss in returned]  # a cell may also return an overflow
 
-    def flush(self) -> bool:
-        """Apply the incomplete window. Return whether one was open."""
-        with self.driver:
-            return self.driver.flush()
-
-    def off(self, expected: plain.Expected) -> float:
-        """Return the error of the parameters, relative to how far plain training moved them."""
-        return expected.off(self.network.trainable_params())
+    def plainly(self, windows: Windows) -> Plain:
+        """Train in plain MindSpore."""
+        network = MLP(dtype=self.network.first.weight.dtype)
+        return Plain(TargetLoss(network), network.trainable_params(), windows, self.clip_norm)
 
 
-def once(*batch: Tensor) -> float:
-    """Return the weight 1 for every microbatch."""
-    return 1.0
+def by_hand(accumulator: Accumulator, loss_fn: Callable, is_sum: bool, weight_fn: Optional[Callable]) -> Callable:
+    """Return the train step of a script that differentiates and adds by itself, and divides a sum."""
+    def scaled(*batch: Tensor) -> tuple[Tensor, Tensor]:
+        loss = loss_fn(*batch)
+        return accumulator.scaled(loss / TOKENS if is_sum else loss), loss
+
+    grad_fn = ms.value_and_grad(scaled, None, accumulator.weights, has_aux=True)
+
+    def train_step(*batch: Tensor) -> Tensor:
+        (_, loss), gradients = grad_fn(*batch)
+        weight = 1.0 if is_sum else batch[0].shape[0] if weight_fn is None else weight_fn(*batch)
+        return ops.depend(loss, accumulator(gradients, weight))
+
+    return train_step
 
 
-def samples(sizes: Sequence[int], seed: int, loud: bool = False) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return microbatches of these sizes. `loud`: all samples are of one class, which makes a large gradient."""
-    rng, microbatches = np.random.default_rng(seed), []
-    for size in sizes:
-        x, y = rng.normal(size=(size, 6)), rng.integers(0, 3, size)
-        microbatches.append(((2 * x if loud else x).astype(np.float32), (0 * y + 1 if loud else y).astype(np.int32)))
-    return microbatches
+def samples(sizes: Sequence[int], seed: int, factor: int = 1) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return microbatches of these sizes, whose inputs are multiplied by `factor`."""
+    return [((factor * x).astype(np.float32), y.astype(np.int32)) for x, y in batches(sizes, seed=seed)]
 
 
 def texts(counts: Sequence[int], seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return microbatches of 3 texts of 4 tokens, with these numbers of targets."""
-    rng, microbatches = np.random.default_rng(seed), []
-    for count in counts:
-        y = rng.integers(0, 3, 12)
-        y[rng.permutation(12)[count:]] = NO_TARGET
-        microbatches.append((rng.normal(size=(3, 4, 6)).astype(np.float32), y.reshape(3, 4).astype(np.int32)))
-    return microbatches
+    return [(x.reshape(3, 4, 6), np.where(np.arange(12) < count, y, NO_TARGET).astype(np.int32).reshape(3, 4))
+            for count, (x, y) in zip(counts, samples([12] * len(counts), seed))]
+
+
+def spoilt(window: Sequence[tuple]) -> list[tuple]:
+    """Return a window whose first microbatch holds only NaN."""
+    (x, y), *rest = window
+    return [(np.full_like(x, np.nan), y), *rest]

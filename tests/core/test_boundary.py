@@ -10,8 +10,8 @@ from support.training import sgd
 
 from ms_accum import make_train_step, until_weight
 from ms_accum.core.window import ADDED, BEGIN, CLOSE, END, HOLD, LOADING, change
+from ms_accum.selftest.checks import counted_reads
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
-from ms_accum.selftest.reads import counted_reads
 
 pytestmark = pytest.mark.core
 

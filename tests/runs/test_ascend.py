@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 from support.ascend.cases import LAYERS
-from support.ascend.dry_run import Node, Report, behind, dry_run, fused_by_the_selftest
+from support.ascend.dry_run import Node, Report, behind, dry_run
 from support.ascend.stand_ins import built_once, locked, missing, shared_folder
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=str(missing()))
@@ -163,13 +163,6 @@ def test_graphs_and_memory_are_what_is_expected(compiled, process):
     assert "SGD" in reports.pop("sgd_in_bfloat16", "SGD")  # negative control: a case that does not compile is an error
     wrong = {name: list(differences(report, PROCESSES[process].cases[name])) for name, report in reports.items()}
     assert {name: found for name, found in wrong.items() if found} == {}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("fusion", "said"), [(True, "compared"), (False, "0 products of 2 are fused")])
-def test_the_selftest_counts_fused_products(tmp_path, tmp_path_factory, fusion, said):
-    """Control: without the pass there are none."""
-    assert fused_by_the_selftest(built_once(tmp_path_factory), tmp_path, fusion) == said
 
 
 def differences(report, expected):

@@ -12,16 +12,6 @@ from support.ascend.stand_ins import variables
 FUSION = "--enable_pass=matmul_assignadd_fusion"
 
 
-FUSED = """\
-from ms_accum.selftest.test_kernels import fused_buffers
-try:
-    fused_buffers("bfloat16")
-    print("compared")
-except AssertionError as wrong:
-    print(wrong)
-"""
-
-
 class Node(NamedTuple):
     """An operator of a graph."""
 
@@ -76,20 +66,6 @@ def environment(cann, folder, fusion, ranks):
         "MS_DEV_SAVE_GRAPHS_PATH": str(folder / "ir"), "MS_DEV_DUMP_IR_PASSES": "graph_build",
         "MS_DEV_GRAPH_KERNEL_FLAGS": FUSION if fusion else "",
         "PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests, cann / "python")))}
-
-
-def fused_by_the_selftest(cann, folder, fusion):
-    """Return what the selftest says of a train step's fused products: "compared", or that they are missing.
-
-    It saves graphs itself. The values that it compares are 0 in a dry run.
-    """
-    script = folder / "fused.py"
-    script.write_text(FUSED, encoding="utf-8")
-    plain = {name: value for name, value in environment(cann, folder, fusion, 1).items()
-             if not name.startswith(("MS_DEV_SAVE_GRAPHS", "MS_DEV_DUMP"))}
-    end = subprocess.run([sys.executable, script], cwd=folder, env=plain, text=True, capture_output=True, timeout=600,
-                         check=True)
-    return end.stdout.splitlines()[-1]
 
 
 def read_graph(file):

@@ -16,7 +16,6 @@ from mindspore.parallel.nn import GradAccumulation
 
 from ms_accum import Accumulator, DataParallel, avoid_busy_waiting, make_train_step, shard_parameters, until_weight
 from ms_accum.batch_size import GradientNoiseScale
-from ms_accum.selftest.tutorial import TwoBuffers, train_step_with
 
 from .contract import Contestant
 
@@ -210,6 +209,37 @@ class Rank(MindSpore):
 def undivided(start: Start) -> Way:
     """No accumulation: the window as one batch."""
     return Way(train_step_with(start.optimizer, start.grad_fn()), whole_window=True)
+
+
+def train_step_with(accumulator: Callable, grad_fn: Callable) -> Callable:
+    """The compiled train step `(x, y) -> loss` of a script that adds its gradients by hand."""
+    @ms.jit
+    def train_step(x: Tensor, y: Tensor) -> Tensor:
+        loss, grads = grad_fn(x, y)
+        return ops.depend(loss, accumulator(grads))
+
+    return train_step
+
+
+@ms.jit_class
+class TwoBuffers:
+    """As in MindSpore's tutorial: sums, zeros to clear them, a counter that only grows; the script divides its loss."""
+
+    def __init__(self, optimizer: nn.Optimizer, length: int) -> None:
+        self.optimizer, self.length = optimizer, length
+        self.sums = optimizer.parameters.clone("sums", init="zeros")
+        self.zeros = optimizer.parameters.clone("zeros", init="zeros")
+        self.counter = Parameter(Tensor(1, ms.int32), name="counter")
+
+    def __call__(self, grads: tuple) -> bool:
+        for total, grad in zip(self.sums, grads):
+            ops.assign_add(total, grad)
+        if self.counter % self.length == 0:
+            self.optimizer(self.sums)
+            for total, zero in zip(self.sums, self.zeros):
+                ops.assign(total, zero)
+        ops.assign_add(self.counter, 1)
+        return True
 
 
 @ms.jit_class
