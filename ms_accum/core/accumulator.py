@@ -71,7 +71,9 @@ def boundary_of(
     if max_skips is not None:
         max_skips = whole_number("max_skips", max_skips, "it is the most dropped windows in a row", minimum=0)
     dtypes = tuple(buffer_dtype_of(buffer_dtype, p.dtype) for p in whole)
-    warn_of_lost_gradients(buffer_dtype, length.longest, pieces)
+    limit = LONGEST_SUM.get(buffer_dtype)
+    if limit is not None and length.longest * pieces > limit:
+        warn(_LOST.format(buffer_dtype, length.longest * pieces, limit), stacklevel=2)
     # A window of one microbatch in one piece needs no buffers, unless something looks at pieces or may drop it.
     has_buffers = needs_buffers or not length.is_one or pieces > 1 or bool(checked)
     rates = Rates(optimizer)
@@ -88,13 +90,6 @@ def boundary_of(
     window = Window(optimizer, length, exchange, checked, reduction, is_sum, clip_norm, min_weight or 0.0,
                     dtypes if has_buffers else None)
     return Boundary(window, rates, max_skips, eager)
-
-
-def warn_of_lost_gradients(buffer_dtype: Optional[ms.Type], longest: int, pieces: int = 1) -> None:
-    """Warn if windows of up to `longest` microbatches, each in `pieces` pieces, are too long for 16-bit buffers."""
-    limit = LONGEST_SUM.get(buffer_dtype)
-    if limit is not None and longest * pieces > limit:
-        warn(_LOST.format(buffer_dtype, f"{longest} x {pieces}" if pieces > 1 else longest, limit), stacklevel=2)
 
 
 def buffer_dtype_of(buffer_dtype: Optional[ms.Type], parameter_dtype: ms.Type) -> ms.Type:

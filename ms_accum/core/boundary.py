@@ -46,6 +46,7 @@ from .window import (
     PART,
     SKIPPED,
     UPDATES,
+    WEIGHT,
     Window,
 )
 
@@ -66,9 +67,9 @@ _OPEN = ("a window of {} microbatch(es) is open, expected none where an epoch be
          "drops it, skip=train_step.trained (for Model, dataset.skip(cell.status().trained)) goes on with its epoch")
 _MOVED = ("{} was given new memory (by mindspore.load_param_into_net or set_data), which compiled graphs do not see; "
           "copy values with ops.assign or ms_accum.load_weights")
-_LOST = ("a window of {} that holds {} microbatch(es) is lost: it was neither applied, saved nor reset; train with "
-         "train_step.epoch(batches), which applies the incomplete last window, call flush(), or give Model "
-         "FlushCallback()")
+_LOST = ("a window of the train step of {} that holds {} microbatch(es) is lost: it was neither applied, saved nor "
+         "reset; train with train_step.epoch(batches), which applies the incomplete last window, call flush(), or give "
+         "Model FlushCallback()")
 
 
 class Status(NamedTuple):
@@ -191,7 +192,7 @@ class Boundary:
         """Return `missing`. If it is unknown, read it, and close a window that is full."""
         while self.missing is None:
             counts, sums = self._read()
-            missing = self.window.missing(counts, sums)
+            missing = self.window.length.missing(counts[HELD], counts[UPDATES], sums[WEIGHT])
             if missing:
                 self.missing, self.updates = missing, counts[UPDATES]
             else:
@@ -412,5 +413,4 @@ def _warn_of_a_lost_window(window: Window, saved: list[int], process: int) -> No
     except RuntimeError:  # the device may be unreadable by now
         return
     if counts[HELD] and counts[ADDED] != saved[0]:
-        names = window.exchange.parameters[0].name
-        warn(_LOST.format(f"the train step of {names}", counts[HELD]), UserWarning, stacklevel=2)
+        warn(_LOST.format(window.exchange.parameters[0].name, counts[HELD]), UserWarning, stacklevel=2)

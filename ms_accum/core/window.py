@@ -70,6 +70,7 @@ APPLIED = change(MARK=-CLOSING, UPDATES=1, WINDOWS=1)
 ALONE = change(MARK=-CLOSING - 1, ADDED=1, UPDATES=1, WINDOWS=1)  # with the mark of its piece
 DROPPED = change(MARK=-CLOSING, WINDOWS=1, SKIPPED=1, IN_ROW=1)
 NOTHING = Tensor(0.0, ms.float32)
+NONE = (NOTHING,) * 4  # as many as there are sums of the open window, and of the last one
 ONE_IN_ROW, ONE_SKIPPED, ONE_EMPTY = change(IN_ROW=1), change(SKIPPED=1), change(EMPTY=1)
 
 
@@ -175,10 +176,10 @@ class Window:
         return measured
 
     def _count(self, numbers: Numbers, after: Tensor) -> None:
-        entries, zeros = (), (NOTHING, NOTHING, NOTHING, NOTHING)  # type: tuple, tuple
+        entries = ()  # type: tuple
         for number in numbers:
             entries = (*entries, as_tensor(number))
-        ops.assign_add(self.sums, stack((*entries[:LAST], *zeros, *entries[LAST:])))
+        ops.assign_add(self.sums, stack((*entries[:LAST], *NONE, *entries[LAST:])))
         ops.assign_add(self.counts, after)
 
     # --- a window -----------------------------------------------------------------------------------------------------
@@ -240,8 +241,7 @@ class Window:
             by = ops.where(weight == 0, by + ONE_EMPTY, by)
         mean = divide_no_nan(as_tensor(numbers[LOSS]), as_tensor(self.divisor(weight)))
         rest = self._count_seen(weight, accepted)
-        none = NOTHING
-        ops.assign(self.sums, stack((none, none, none, none, as_tensor(weight), mean, norm, rest, *self.no_measures)))
+        ops.assign(self.sums, stack((*NONE, as_tensor(weight), mean, norm, rest, *self.no_measures)))
         ops.assign(self.counts, self.counts * KEPT + by)  # last: it takes the mark away
         # A Tensor: if a function with an `if` returns None, MindSpore cannot compile what follows for Ascend.
         return mean
@@ -291,10 +291,6 @@ class Window:
         return counted - whole
 
     # --- for the host -------------------------------------------------------------------------------------------------
-
-    def missing(self, counts: list[int], sums: list[float]) -> int:
-        """Return the least number of microbatches that the open window still needs, given what was read."""
-        return self.length.missing(counts[HELD], counts[UPDATES], sums[WEIGHT])
 
     @property
     def state(self) -> dict[str, Parameter]:

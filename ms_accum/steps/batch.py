@@ -3,9 +3,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import is_dataclass
 from functools import partial
-from numbers import Number
 from typing import TYPE_CHECKING, Any, Optional, Union
 
 import mindspore as ms
@@ -132,8 +130,8 @@ def _taken(name: str, function: Callable, positions: int, names: tuple[str, ...]
     try:
         signature.bind(*[None] * positions, **dict.fromkeys(taken if name == "weight_fn" else names))
     except TypeError as error:
-        given = ", ".join([*([f"{positions} by position"] if positions else []), *names])
         loss = _MISSING_LOSS["forward_fn"] if name == "forward_fn" and isinstance(function, nn.Cell) else ""
+        given = ", ".join([*([f"{positions} by position"] if positions else []), *names])
         raise TypeError(f"{name}{signature} does not take the batch ({given}): {error}; give it parameters for "
                         f"the batch, or select columns first{loss}") from None
     return taken
@@ -222,9 +220,8 @@ def select_rows(rows: Tensor, cut: Cut, batch: tuple) -> tuple:
 RETURNS = {(False, False): "the loss alone", (True, False): "(loss, weight) because of has_weight=True",
            (False, True): "(loss, aux) because of has_aux=True; aux may be a tuple",
            (True, True): "(loss, weight, aux) because of has_weight=True and has_aux=True; aux may be a tuple"}
-_OF_A_MODEL = ("; take the loss from a tuple, in a function or in the construct of a loss cell: "
-               "return model(..., return_dict=False)[0]")
-_A_TENSOR = "; return the loss itself, without float(), .item() or .asnumpy()"
+_ITSELF = ('; return the loss itself, without float() or .item(): of a dict its entry, outputs["loss"], and of a model '
+           "model(..., return_dict=False)[0]")
 NETWORK = "the network"  # the name of a cell's function in messages
 _WITH_LOSS = "; if it computes no loss, give TrainOneStepCell(nn.WithLossCell(network, loss_fn), ...)"
 _MISSING_LOSS = {NETWORK: _WITH_LOSS, "forward_fn": "; if it computes no loss, give nn.WithLossCell(network, loss_fn)"}
@@ -275,27 +272,18 @@ def require_parts(length: int, count: int, name: str, expected: str) -> bool:
 def require_readable(fact: Any, name: str, expected: str) -> None:
     """Raise TypeError for a Python object that a graph cannot read: MindSpore gives its shape or length as a Tensor."""
     if isinstance(fact, Tensor):
-        raise TypeError(f"{name} returned a Python object that a graph cannot read, expected {expected}{_A_TENSOR}; "
-                        f"for a ModelOutput or a dataclass{_OF_A_MODEL.replace(';', ',', 1)}")
+        raise TypeError(f"{name} returned a Python object that a graph cannot read, expected {expected}{_ITSELF}")
 
 
 @constexpr
 def raise_wrong_result(returned: Any, is_none: bool, name: str, expected: str) -> None:
     """Raise TypeError for a result that is not a Tensor or not a tuple: a number that a graph computes is None here."""
-    got, remedy = "a number" if returned is None else f"a value of type {type(returned).__name__}", ""
+    got, remedy = "a number" if returned is None else f"a value of type {type(returned).__name__}", _ITSELF
     if is_none:
         got, remedy = "None", "; is its `return` missing?"
     elif isinstance(returned, tuple):
         got, remedy = f"{len(returned)} values", _WITH_LOSS if name == NETWORK else (
             "; give has_aux=True if it returns (loss, aux), has_weight=True if it returns (loss, weight)")
-    elif type(returned) is dict:
-        remedy = '; return its entry for the loss, e.g. outputs["loss"]'
-    elif isinstance(returned, Mapping) or is_dataclass(returned):
-        remedy = _OF_A_MODEL
-    elif returned is None or isinstance(returned, (Number, np.ndarray)):
-        remedy = _A_TENSOR
-    if not is_none and name not in ("forward_fn", NETWORK):
-        remedy = ""
     raise TypeError(f"{name} returned {got}, expected {expected}{remedy}")
 
 

@@ -2,8 +2,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Optional, Union
+from functools import cache
+from typing import TYPE_CHECKING, Any, Union
 
 import mindspore as ms
 from mindspore import Tensor, nn, ops
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..core.length import AccumulateStep
-    from .shapes import Inputs
 
 _SINGLE = ('{} looks at single pieces, or sums each microbatch over ranks, but here the gradient of a piece is not an '
            'estimate of that of the batch; give "skip_window" or sync="window"')
@@ -79,11 +78,10 @@ def make_grad_cache_step(
     if looking or window.exchange.sums_each:
         raise ValueError(_SINGLE.format(looking[0] if looking else "the reducer"))
 
-    def both(samples: int, cut: Cut, names: tuple[str, ...], inputs: Optional[Inputs]) -> tuple[Layout, Callable]:
+    def both(samples: int, cut: Cut, names: tuple[str, ...], compiled: Callable, _: bool) -> tuple[Layout, Callable]:
         window.unit, starts = window.unit or float(-(-samples // pieces)), starts_of(samples, pieces)
         train, look = in_cached_pieces(window, positional("encode_fn", encode_fn, len(cut), names),
-                                       positional("loss_fn", loss_fn), partial(boundary.compiled, inputs=inputs),
-                                       samples, cut, starts)
+                                       positional("loss_fn", loss_fn), compiled, samples, cut, starts)
         return Layout(train, len(starts)), look
 
     # The second function is there for its networks. Two pieces at least: a graph has to know the number of samples.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 from warnings import warn
 
-from mindspore import Tensor, nn
+from mindspore import Tensor
 
 from ..mindspore_api import dynamic_inputs, with_length
 from .batch import columns_of
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from .batch import Cut
 
 _MANY = 8
-_HINT = ("graphs were compiled for {} shapes of batches by now, which took {:.0f} s, and each further shape takes as "
-         "long; pad batches to a few lengths (with a weight_fn that counts tokens, padding changes nothing), or let "
-         'one graph take all lengths: declare dynamic shapes {}. The guide\'s page "Language models" shows both')
+_HINT = (f"graphs are compiled for {_MANY} shapes of batches by now, and for each further shape; pad batches to a few "
+         "lengths (with a weight_fn that counts tokens, padding changes nothing), or let one graph take all lengths: "
+         "declare each that changes, by mindspore.enable_dynamic or set_inputs of a Cell; the guide's page on language "
+         "models shows both")
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,9 @@ class Shapes:
     """Take the shapes that `function` declares as dynamic, by `enable_dynamic` or `set_inputs`; count the others."""
 
     # `takes_any`: no graph has to know how many samples there are.
-    def __init__(self, function: Callable, name: str, takes_any: bool = False) -> None:
-        self.function, self.name, self.takes_any = function, name, takes_any
+    def __init__(self, function: Callable, takes_any: bool) -> None:
+        self.function, self.takes_any = function, takes_any
         self._compiled: set[object] = set()
-        self._seconds = 0.0
         self._inputs: dict[tuple, Inputs] = {}
 
     def declared(self, columns: int, names: tuple[str, ...] = ()) -> Inputs:
@@ -86,17 +86,10 @@ class Shapes:
             with_length(given, axis, samples) if given is not None and axis is not None and given.shape[axis] < 0
             else given for given, axis in zip(inputs.declared, cut)]), inputs.columns)
 
-    def note(self, batch: tuple, names: tuple[str, ...], seconds: float) -> None:
-        """Note the time of the first call for a batch, in which graphs were compiled. Warn when there are many."""
+    def note(self, batch: tuple, names: tuple[str, ...]) -> None:
+        """Note that graphs are compiled for a batch. Warn when there are many."""
         declared = self.declared(len(batch), names).declared
         self._compiled.add((names, *[getattr(value, "shape", None) for value, given in zip(batch, declared)
                                      if given is None]))
-        self._seconds += seconds
-        if len(self._compiled) != _MANY:
-            return
-        others = [str(column) for inputs in self._inputs.values() if any(given is not None for given in inputs.declared)
-                  for column, given in zip(inputs.columns, inputs.declared) if given is None]
-        way = (f"by set_inputs of {type(self.function).__name__}" if isinstance(self.function, nn.Cell) else
-               f"with mindspore.enable_dynamic on {self.name}")
-        remedy = f"of {', '.join(dict.fromkeys(others))}, too, " * bool(others) + way
-        warn(_HINT.format(_MANY, self._seconds, remedy), UserWarning, stacklevel=2)
+        if len(self._compiled) == _MANY:
+            warn(_HINT, UserWarning, stacklevel=2)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 
 import mindspore as ms
@@ -49,7 +48,7 @@ class Layout(NamedTuple):
 class TrainStep(Uncopied):
     """Train on one microbatch per call, and update when the window is full. Built by `make_train_step`."""
 
-    # `make_layout(samples, cut, names, inputs)` returns a `Layout`; `make_look`, called in the same way, returns
+    # `make_layout(samples, cut, names, compiled, is_dynamic)` returns a `Layout`; `make_look`, called in the same way,
     # `(*batch) -> (weight * loss, weight)` for an evaluation. Neither is called for a batch without samples.
     # Slots, so that an option that is assigned later is an error: the graphs would not see it.
     __slots__ = ("__weakref__", "_axis", "_functions", "_look", "_make", "_mode", "_networks", "_shapes", "_used",
@@ -61,7 +60,7 @@ class TrainStep(Uncopied):
         self._functions, self._networks, self._axis = functions, networks, batch_axis
         self._make, self._look = make_layout, make_look
         # A graph that cuts a batch has to know its number of samples.
-        self._shapes = Shapes(functions.forward_fn, functions.name, takes_any=pieces == 1 and not boundary.eager)
+        self._shapes = Shapes(functions.forward_fn, pieces == 1 and not boundary.eager)
         self._mode: Optional[TrainMode] = None
         self._used = tuple([function for function in functions[:2] if function is not None])
         exchange = boundary.window.exchange
@@ -266,17 +265,12 @@ class TrainStep(Uncopied):
     def _train(self, batch: tuple, named: Mapping[str, Any]) -> Any:
         batch, names = self._by_position(batch, named)
         key = ("train", names, *_shapes_of(batch), (self._mode or self._mode_of_layers()).flags)
-        known: Any = self.boundary.graphs.get(key)
-        began = perf_counter()
-        found = known or self._built(key, batch, names, self._make)
+        found = self.boundary.graphs.get(key) or self._built(key, batch, names, self._make)  # type: Any
         if found is EMPTY:
             self.boundary.add_empty()
             loss = ms.Tensor(0.0, ms.float32)
             return (loss, None) if self._functions.has_aux else loss
-        result = self.boundary.add(found.train, batch, found.pieces, found.closes)
-        if known is None and not self.boundary.eager:
-            self._shapes.note(batch, names, perf_counter() - began)
-        return result
+        return self.boundary.add(found.train, batch, found.pieces, found.closes)
 
     def _mode_of_layers(self) -> TrainMode:
         """Return the mode of the networks. (Not when the step is built: networks may get their layers later.)"""
@@ -309,9 +303,12 @@ class TrainStep(Uncopied):
             inputs = self._shapes.inputs_of(samples, cut, names)
             if inputs is not None:
                 inputs(batch)
+            if make is self._make:
+                self._shapes.note(batch, names)
         alike = (key[0], self._shapes.key_of(samples, cut, names), key[-1])
         if alike not in boundary.graphs:
-            boundary.graphs[alike] = make(samples, cut, names, inputs) if samples else EMPTY
+            compiled = partial(boundary.compiled, inputs=inputs)
+            boundary.graphs[alike] = make(samples, cut, names, compiled, inputs is not None) if samples else EMPTY
         boundary.graphs[key] = boundary.graphs[alike]
         return boundary.graphs[key]
 
@@ -424,25 +421,20 @@ def step_of(boundary: Boundary, functions: Functions, networks: tuple[nn.Cell, .
     looks = bool(window.called.weighing or window.called.measuring) or window.exchange.sums_each
     stream = Stream(window) if boundary.eager and len(window.buffers) > 0 and not looks else None
 
-    def compiled_for(inputs: Optional[Inputs]) -> Callable:
-        return partial(boundary.compiled, inputs=inputs)
-
     def placed(cut: tuple, names: tuple[str, ...]) -> Functions:
         return functions._replace(forward_fn=positional(functions.name, functions.forward_fn, len(cut), names),
                                   weight_fn=positional("weight_fn", functions.weight_fn, len(cut), names))
 
-    def make_layout(samples: int, cut: tuple, names: tuple[str, ...], inputs: Optional[Inputs]) -> Layout:
+    def make_layout(samples: int, cut: tuple, names: tuple[str, ...], compiled: Callable, is_dynamic: bool) -> Layout:
         window.unit = window.unit or float(-(-samples // pieces))  # the first piece's number of samples
         closes = len(window.buffers) == 0
-        train, compiled = training_of(window, placed(cut, names), stream, closes), compiled_for(inputs)
+        train = training_of(window, placed(cut, names), stream, closes)
         if pieces == 1:
-            is_dynamic = inputs is not None
             return Layout(whole(train, window, compiled, samples, functions.has_aux, batch_axis, is_dynamic), 1, closes)
         return Layout(in_pieces(train, window, compiled, samples, cut, pieces, functions.has_aux, batch_axis),
                       len(starts_of(samples, pieces)))
 
-    def make_look(samples: int, cut: tuple, names: tuple[str, ...], inputs: Optional[Inputs]) -> Callable:
-        look = looking_of(placed(cut, names))
-        return looked_at(look, window, compiled_for(inputs), samples, cut, pieces, batch_axis, inputs is not None)
+    def make_look(samples: int, cut: tuple, names: tuple[str, ...], compiled: Callable, is_dynamic: bool) -> Callable:
+        return looked_at(looking_of(placed(cut, names)), window, compiled, samples, cut, pieces, batch_axis, is_dynamic)
 
     return TrainStep(boundary, functions, networks, batch_axis, pieces, make_layout, make_look)

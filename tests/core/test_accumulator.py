@@ -11,7 +11,7 @@ from support.modes import compiled, recorded_warnings
 
 from ms_accum import Accumulator, make_train_step, until_weight
 from ms_accum.core import kernels
-from ms_accum.core.accumulator import LONGEST_SUM, warn_of_lost_gradients
+from ms_accum.core.accumulator import LONGEST_SUM
 
 pytestmark = pytest.mark.core
 
@@ -291,8 +291,7 @@ def test_a_float16_buffer_stops_growing_as_numpys_sum_does():
 
 
 @pytest.mark.parametrize(("accumulate_step", "pieces", "most"), [
-    (513, 1, "513"), ({0: 2, 9: 600, 12: 4}, 1, "600"), (until_weight(9, at_most=700), 1, "700"), (200, 3, "200 x 3"),
-    (600, 2, "600 x 2"),
+    (513, 1, 513), ({0: 2, 9: 600, 12: 4}, 1, 600), (until_weight(9, at_most=700), 1, 700), (200, 3, 600),
     (512, 1, None), (until_weight(512), 1, None), (128, 4, None)])
 def test_windows_too_long_for_16_bits_are_warned_of_once(accumulate_step, pieces, most):
     """Control: float32 buffers."""
@@ -304,8 +303,6 @@ def test_windows_too_long_for_16_bits_are_warned_of_once(accumulate_step, pieces
         said = [str(one.message) for one in caught if "buffer_dtype" in str(one.message)]
         assert len(said) == (dtype == ms.float16 and most is not None)
         assert all(f"windows may hold {most} gradients, expected at most 512 in 16 bits" in text for text in said)
-    with pytest.warns(UserWarning, match="may hold 65 gradients, expected at most 64"):
-        warn_of_lost_gradients(ms.bfloat16, LONGEST_SUM[ms.bfloat16] + 1)
 
 
 def test_sums_of_the_longest_window_are_not_far_off():
