@@ -114,7 +114,7 @@ def test_the_way_of_a_microbatch_is_short():
 # Lines of Python in each room, today. They go down with each change that takes something away, and are raised only by
 # a commit whose subject says why.
 BUDGET = {
-    "__init__": 29, "__main__": 17, "arguments": 151, "batch_size": 558, "check": 791, "checkpoint": 572, "cli": 380,
+    "__init__": 29, "__main__": 17, "arguments": 151, "batch_size": 557, "check": 791, "checkpoint": 572, "cli": 380,
     "core": 1778, "distributed": 899, "mindspore_api": 131, "model": 562, "runtime": 30, "selftest": 600,
     "steps": 1422, "tensors": 297,
 }
