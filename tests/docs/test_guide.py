@@ -185,8 +185,8 @@ def test_readme_and_the_guide_are_short_and_the_index_repeats_no_line_of_readmes
     assert not set(TABLE.splitlines()[2:]) & set(PAGES["index"].replace("(guide/", "(tutorials/guide/").splitlines())
     assert set(re.findall(r"\(tutorials/(guide/[\w-]+\.md)", TABLE)) <= set(re.findall(r"\((\S+?)[#)]", PAGES["index"]))
     pages = [path.stem for path in PATHS if path.parent.name != "reference" and not path.stem.endswith("-cn")]
-    assert len(pages) + 1 <= 18
-    assert words(pages) + len(README.replace("|", " ").split()) <= 14_800
+    assert len(pages) + 1 <= 17
+    assert words(pages) + len(README.replace("|", " ").split()) <= 14_000
     assert words(["contract"]) <= 700
     assert words(["first-hour"]) <= 1_000
     assert words(["changelog"]) <= 1_200
