@@ -66,6 +66,25 @@ def test_steps_compile_once_and_mindspore_warns_of_nothing(capfd, graphs, option
     assert warned(capfd) == []
 
 
+def test_a_part_that_is_not_used_is_warned_of(capfd):
+    """Negative control: what the steps above avoid."""
+    network = Normed().set_train()
+
+    def with_aux(x, y):
+        loss = LOSS(network(x), y)
+        return loss, loss * 2
+
+    grad_fn, optimizer = ms.value_and_grad(with_aux, None, network.trainable_params(), has_aux=True), sgd(network)
+
+    def unpacking(x, y):
+        (loss, _), gradients = grad_fn(x, y)
+        optimizer(gradients)
+        return loss
+
+    ms.jit(unpacking)(*DATA[0])
+    assert any("Some side effect nodes were eliminated by mistake" in line for line in warned(capfd))
+
+
 # --- what is in them --------------------------------------------------------------------------------------------------
 
 

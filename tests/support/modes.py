@@ -14,7 +14,8 @@ except ImportError:  # MindSpore 2.8 and older
     from mindspore.common.api import ms_compile_cache
 
 # A warning of how long something took. MindSpore's analyser names the node of a function that it evaluated for long.
-SLOW = re.compile(r"\b(time|slow|long|seconds?)\b|\] ANALYZER\(.*\{\[0\]: ValueNode<FuncGraph>", re.IGNORECASE)
+SLOW = re.compile(r"\b(time|slow|long|seconds?)\b|\] ANALYZER\((?!.*eliminated).*\{\[0\]: ValueNode<FuncGraph>",
+                  re.IGNORECASE)
 
 
 def compiled(function, mode):
