@@ -43,7 +43,7 @@ REDUCERS: dict[str, dict[str, Any]] = {
     "once a window": {}, "each microbatch": {"sync": "microbatch"}, "ZeRO 1": {"zero": 1}, "ZeRO 2": {"zero": 2}}
 IN_PLACE, UNCOUNTED = ("Ascend",), ("CPU",)  # devices with kernels in place; those whose bytes nobody counts
 # Bytes per parameter at the peak of an addition and of an update, as the dry run planned them with kernels in place:
-# see "On Ascend and GPU".
+# see "Ascend and GPU".
 PLAN = {"float32": (8.34, 12.0), "bfloat16": (6.48, 14.0)}
 WIDTH = 2048
 
@@ -85,14 +85,13 @@ def save_and_resume(driver: str, dtype: str) -> Found:
     scale = float(training.scaler.scale_value)
     assert scale == 32, f"the loss scale is {scale:g} after an overflow, expected 32"
     training.learn([first])
-    window = training.window
     with TemporaryDirectory() as folder:
         saved = Path(folder) / "selftest.safetensors", training.network, training.accumulator
         save_checkpoint(*saved)
         for _ in range(2):
             training.learn([second])
             result, message = within(dtype, training.plainly([first, second]).off(training.network))
-            ends.append(values([*state, window.counts, window.sums, *window.state.values()]))
+            ends.append(values([*state, training.window.counts, training.window.sums, *training.window.state.values()]))
             load_checkpoint(*saved)
     differing = sum(not np.array_equal(a, b, equal_nan=True) for a, b in zip(*ends))
     return FAILS if differing else result, f"{message}; {differing} of {len(ends[0])} tensors differ after resuming"

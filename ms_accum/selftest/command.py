@@ -55,7 +55,7 @@ def add_parser(subcommands: argparse._SubParsersAction) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the checks and print what they found. Return 1 if a row fails, or if no row could be run."""
     if ms.get_context("device_target") == "Ascend" and (os.cpu_count() or 1) < 6:
-        ms.runtime.dispatch_threads_num(6)  # with fewer, graphs with branches fail: see "On Ascend and GPU"
+        ms.runtime.dispatch_threads_num(6)  # with fewer, graphs with branches fail: see "Ascend and GPU"
     join_ranks()
     every, began = checks.rows(options.quick), perf_counter()
     counts, failing, without = Counter(), [], set()  # type: Counter[str], list[str], set[str]

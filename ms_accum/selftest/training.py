@@ -110,6 +110,7 @@ def by_hand(accumulator: Accumulator, loss_fn: Callable, is_sum: bool, weight_fn
         weight = 1.0 if is_sum else batch[0].shape[0] if weight_fn is None else weight_fn(*batch)
         return ops.depend(loss, accumulator(gradients, weight))
 
+    train_step.__name__ += str(id(accumulator))  # MindSpore warns when a second function of one name is compiled
     return train_step
 
 
