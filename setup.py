@@ -21,7 +21,7 @@ setup(
     package_data={"ms_accum": ["py.typed"]},
     python_requires=">=3.10,<3.13",
     # MindSpore's wheels are compiled against NumPy 1 and crash with NumPy 2.
-    install_requires=["mindspore>=2.7", "numpy<2", "download", "safetensors>=0.8", "tqdm"],
+    install_requires=["mindspore>=2.7", "numpy<2", "download", "safetensors>=0.8"],
     extras_require={
         "plot": ["matplotlib"],
         "docs": DOCS,
@@ -30,7 +30,7 @@ setup(
         "tutorials": ["ipykernel", "matplotlib", "mindcv", "nbclient"],
         "test": [*DOCS, "mindcv", "pytest", "pytest-xdist", "hypothesis", "matplotlib", "nbclient", "nbformat",
                  "ipykernel", "ruff", "mypy"],
-        "bench": ["torch", "jax", "jaxlib", "optax", "matplotlib"],
+        "bench": ["torch", "jax", "jaxlib", "optax", "mindcv", "matplotlib"],
     },
     entry_points={"console_scripts": ["ms-accum = ms_accum.__main__:main"]},
     classifiers=[

@@ -1,5 +1,4 @@
-"""tutorials/mnist: what the script learns, prints and draws, how it resumes, what it rejects; and its data."""
-import ast
+"""tutorials/mnist: what the script learns and prints, how it resumes, what the comparison finds; and its data."""
 import gzip
 import hashlib
 import re
@@ -8,17 +7,15 @@ import struct
 from pathlib import Path
 from unittest.mock import Mock
 
-import matplotlib.figure
-import mindspore as ms
 import numpy as np
 import pytest
 from support.mnist_files import NAMES, embedded_set, idx, random_set, write
-from support.scripts import ROOT, TUTORIALS, module, run, run_here, start
+from support.scripts import ROOT, TUTORIALS, module, run, run_here, saved, start
 
 data = module("mnist", "data")
 # 90 digits in microbatches of 16: five full ones and one of 10; with windows of 4, the last one is of 2.
-SMALL = ("--data", "digits", "--batch-size", "16", "--accumulate-step", "4")
-EPOCH = r"epoch {}/\d+  loss \d\.\d{{4}}  accuracy \d+\.\d\d %"
+SMALL = ("--data", "digits", "--batch-size", "16", "--accumulate-step", "4", "--lr", "0.1")
+EPOCH = r"epoch {}/\d+  accuracy \d+\.\d\d %"
 
 
 @pytest.fixture(autouse=True)
@@ -26,21 +23,30 @@ def _digits(_scratch_folder):
     write(Path("digits"), embedded_set(90, 50))
 
 
-def parameters(path):
-    """The bytes of all that a checkpoint holds, but for its description."""
-    found = ms.load_checkpoint(path, format="safetensors")
-    return {name: value.asnumpy().tobytes() for name, value in found.items() if name != "ms_accum"}
-
-
 @pytest.mark.slow
 def test_the_first_command_of_the_readme_learns_digits():
-    """With all defaults. On another processor, the last digits of the loss differ."""
-    first, *epochs = run("mnist").splitlines()
-    assert first.startswith("10,000 digits to train on, 2,000 to test on; an update takes 32 x 2 microbatches")
+    """With all defaults."""
+    lines = run("mnist").splitlines()
+    epochs = [line for line in lines if line.startswith("epoch")]
     assert [line for i, line in enumerate(epochs) if not re.fullmatch(EPOCH.format(i + 1), line)] == []
     accuracies = [float(re.search(r"accuracy (\S+)", line)[1]) for line in epochs]
     assert len(accuracies) == 3
     assert accuracies[0] < accuracies[1] < accuracies[2] == pytest.approx(85, abs=1.5)
+    assert lines[-1] == epochs[-1]
+    others = [line for line in lines if line not in epochs]
+    assert len(others) == 3 * 157 // 50
+    assert all(re.fullmatch(r"update \d+  loss \d\.\d{4}  [\d,]+ digits/s", line) for line in others)
+
+
+def test_it_is_resumed_bit_identically(uncompiled, capsys):
+    """Control: what is resumed is not the end."""
+    run_here("mnist", *SMALL, "--epochs", "2", "--save", "run.safetensors")
+    before, first = saved("run.safetensors"), capsys.readouterr().out
+    run_here("mnist", *SMALL, "--epochs", "4", "--save", "run.safetensors")
+    second = capsys.readouterr().out
+    run_here("mnist", *SMALL, "--epochs", "4", "--save", "whole.safetensors")
+    assert (first + second).replace("/2 ", "/4 ") == capsys.readouterr().out
+    assert saved("run.safetensors") == saved("whole.safetensors") != before
 
 
 @pytest.mark.slow
@@ -51,88 +57,35 @@ def test_a_killed_run_is_resumed_bit_identically():
             assert running.poll() is None, running.stderr.read()
         running.kill()
         *_, last = ["epoch 3/", *re.findall(r"^epoch \d+/", running.stdout.read(), re.MULTILINE)]
-    left = parameters("run.safetensors")
-    epochs = str(int(re.search(r"\d+", last)[0]) + 2)
-    resumed = run("mnist", *SMALL, "--epochs", epochs, "--resume", "run.safetensors", "--save", "run.safetensors")
-    whole = run("mnist", *SMALL, "--epochs", epochs, "--save", "whole.safetensors")
-    assert 2 <= len(resumed.splitlines()[1:]) <= 3
-    assert whole.splitlines()[-2:] == resumed.splitlines()[-2:]
-    assert parameters("run.safetensors") == parameters("whole.safetensors") != left
+    left, epochs = saved("run.safetensors"), str(int(re.search(r"\d+", last)[0]) + 2)
+    resumed, whole = (run("mnist", *SMALL, "--epochs", epochs, "--save", name)
+                      for name in ("run.safetensors", "whole.safetensors"))
+    assert re.findall("^epoch.*", whole, re.MULTILINE)[-2:] == re.findall("^epoch.*", resumed, re.MULTILINE)[-2:]
+    assert saved("run.safetensors") == saved("whole.safetensors") != left
 
 
-MISTAKE = """
-def all_alike(images, labels):
-    return 1.0
+MISTAKE = "def alike(*batch):\n    return 1.0\n\n\n"
 
 
-train_step = ms_accum.make_train_step(forward_fn, optimizer, args.accumulate_step, weight_fn=all_alike)
-"""
-
-
-@pytest.mark.parametrize(("mistake", "least", "most"), [(False, 0, 1e-6), (True, 1e-4, 1)])
-def test_compare_finds_equal_parameters_unless_the_script_has_a_mistake(
+@pytest.mark.parametrize(("mistake", "least", "most"), [("", 0, 1e-7), (MISTAKE, 1e-4, 1)])
+def test_the_comparison_finds_equal_parameters_unless_there_is_a_mistake(
         tmp_path, capsys, uncompiled, mistake, least, most):
-    """The mistake, in a copy of the script: all microbatches weigh the same, also those of 10 digits."""
+    """The mistake, in a copy of the script: all microbatches weigh the same, also those of 10 digits.
+
+    With unequal microbatches, sums of gradients in float64 are divided by a sum of weights in float32.
+    """
     copy = shutil.copytree(TUTORIALS / "mnist", tmp_path / "copy", ignore=shutil.ignore_patterns("digits"))
-    source = (copy / "train.py").read_text(encoding="utf-8")
-    call = re.search(r"^train_step = .*\n", source, re.MULTILINE)[0]
-    (copy / "train.py").write_text(source.replace(call, MISTAKE) if mistake else source, encoding="utf-8")
-    run_here(copy, *SMALL, "--compare", "--lr", "0.1", "--plot", "run.png")
-    *_, last = capsys.readouterr().out.splitlines()
-    found = re.fullmatch(r"undivided batches: accuracy \d+\.\d\d %; the largest difference between parameters is (\S+)",
-                         last)
+    source = (copy / "compare.py").read_text(encoding="utf-8")
+    if mistake:
+        source = source.replace("reducer=", "weight_fn=alike, reducer=").replace("def build", f"{mistake}def build")
+    (copy / "compare.py").write_text(source, encoding="utf-8")
+    histories = run_here(copy, *SMALL, "--plot", "run.png", script="compare.py")["histories"]
+    line = capsys.readouterr().out
+    found = re.fullmatch(r"accumulated: accuracy \d+\.\d\d %; undivided: \d+\.\d\d %; the largest difference between "
+                         r"parameters is (\S+)\n", line)
     assert least <= float(found[1]) <= most
+    assert [(len(losses), len(accuracies)) for _, losses, accuracies in histories.values()] == [(6, 3)] * 2
     assert Path("run.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(("folder", "score", "loss_label", "score_label"), [
-    ("mnist", "accuracy", "training loss (cross entropy in nats)", "test accuracy (%)"),
-    ("lm", "validation", "training loss (bits per byte)", "validation (bits per byte)")])
-def test_the_plot_has_a_line_of_losses_over_updates_and_axes_with_names_and_units(
-        monkeypatch, folder, score, loss_label, score_label):
-    drawn = []
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", lambda self, path: drawn.append((self, path)))
-    losses = np.linspace(4, 1, 60)
-    histories = {"one": {"loss": losses.tolist(), score: [50.0, 75.0]}, "two": {"loss": [2.0], score: [60.0]}}
-    module(folder, "plot").plot("run.png", histories)
-    (figure, path), = drawn
-    assert path == "run.png"
-    left, right = figure.axes
-    assert (left.get_xlabel(), left.get_ylabel()) == ("update", loss_label)
-    assert (right.get_xlabel(), right.get_ylabel()) == ("epoch", score_label)
-    each, mean = left.lines[:2]
-    np.testing.assert_allclose(each.get_xydata(), np.stack([np.arange(1, 61), losses], axis=1))
-    np.testing.assert_allclose(mean.get_xydata(), np.stack([np.arange(2, 61), (losses[1:] + losses[:-1]) / 2], axis=1))
-    assert {(line.get_linestyle(), line.get_marker()) for line in (each, mean)} == {("-", "None")}
-    assert right.lines[0].get_xydata().tolist() == [[1, 50.0], [2, 75.0]]
-    assert [text.get_text() for axes in (left, right) for text in axes.get_legend().get_texts()] == [
-        "one, mean of 2 updates", "two, mean of 1 updates", "one", "two"]
-
-
-@pytest.mark.parametrize(("arguments", "match"), [
-    ("--batch-size 0", "argument --batch-size: got 0, expected a number above 0"),
-    ("--epochs 2.5", "argument --epochs: invalid int value: '2.5'"),
-    ("--lr nan", "argument --lr: got nan, expected a number above 0"),
-    ("--compare --save run.safetensors", "argument --compare: it trains twice on one device; leave out --save"),
-    ("--plot missing/run.png", r"missing/run\.png is in a folder that does not exist; make the folder first"),
-    ("--resume missing.safetensors", r"there is no checkpoint \S+missing\.safetensors; give a file"),
-    ("--resume other.safetensors", r"other\.safetensors is from a run with .*'seed': 7.*, but this run has .*42"),
-    ("--data nowhere", r"nowhere/train/train-images-idx3-ubyte .* is missing; give a folder"),
-    ("--data full", r"could not download https://\S+MNIST_Data\.zip \(no network\); use --data embedded"),
-])
-def test_wrong_arguments_are_an_error_in_one_line(monkeypatch, capsys, uncompiled, arguments, match):
-    """There is no network. Control: with the options of its run, a file is resumed."""
-    monkeypatch.setattr("download.download", Mock(side_effect=RuntimeError("no\nnetwork")))
-    if "other" in arguments:
-        run_here("mnist", *SMALL, "--epochs", "1", "--seed", "7", "--save", "other.safetensors")
-        resumed = run_here("mnist", *SMALL, "--epochs", "1", "--seed", "7", "--resume", "other.safetensors")
-        assert len(resumed["history"]["accuracy"]) == 1
-        assert "finished: accuracy " in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stopped:
-        run_here("mnist", *SMALL, *arguments.split())
-    printed, said = capsys.readouterr()
-    assert (stopped.value.code, printed) == (2, "")
-    assert re.fullmatch(rf"usage: train.py \[options\]\ntrain.py: error: {match}.*\n", said)
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -186,6 +139,12 @@ def test_the_full_set_is_downloaded_once_and_an_interrupted_download_leaves_noth
     assert sorted(path.name for path in Path().iterdir()) == ["MNIST_Data", "digits"]
 
 
+def test_without_a_network_the_error_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(data, "download", Mock(side_effect=RuntimeError("no\nnetwork")))
+    with pytest.raises(OSError, match=r"could not download \S+MNIST_Data\.zip \(no network\); use --data embedded"):
+        data.load("full")
+
+
 IMAGES = np.zeros((7, 28, 28), np.uint8)
 PACKED = gzip.compress(idx(IMAGES), mtime=0)  # part of the names of tests
 NO_IDX = r"train-images-idx3-ubyte is not a complete idx file of n x 28 x 28 bytes: it holds {} bytes, and "
@@ -194,15 +153,12 @@ NO_IDX = r"train-images-idx3-ubyte is not a complete idx file of n x 28 x 28 byt
 @pytest.mark.parametrize(("name", "content", "match"), [
     (NAMES[0], b"", NO_IDX.format(0)),
     (NAMES[0], idx(IMAGES)[:-1], NO_IDX.format(5503)),
-    (NAMES[0], idx(IMAGES) + b"0", NO_IDX.format(5505)),
     (NAMES[0], idx(IMAGES[:, 1:]), NO_IDX.format(16 + 7 * 27 * 28)),
     (NAMES[0], b"\1" + idx(IMAGES)[1:], NO_IDX.format(5504)),
     (NAMES[0], struct.pack(">4I", 2051, 2**32 - 1, 28, 28), NO_IDX.format(16)),
     (f"{NAMES[0]}.gz", PACKED[:-20], "is not a complete gzip file"),
-    (f"{NAMES[0]}.gz", b"no gzip" + PACKED, "is not a complete gzip file"),
     (f"{NAMES[0]}.gz", PACKED[:10] + b"\xff" + PACKED[11:], "is not a complete gzip file"),
     (NAMES[3], None, r"t10k-labels-idx1-ubyte \(or t10k-labels-idx1-ubyte\.gz\) is missing; give a folder"),
-    (NAMES[1], idx(np.zeros(6)), r"train holds 7 images and 6 labels from 0 to 0, expected a label from"),
     (NAMES[1], idx(np.array([3, 10, 2, 1, 0, 0, 0])), r"train holds 7 images and 7 labels from 0 to 10, expected"),
 ])
 def test_folders_that_hold_no_set_are_an_error(tmp_path, name, content, match):
@@ -229,14 +185,10 @@ def test_each_epoch_takes_every_digit_once_in_its_seeded_order():
 
 def test_scripts_are_short_and_the_package_neither_imports_them_nor_holds_data():
     for folder in ("mnist", "lm"):
-        assert len((TUTORIALS / folder / "train.py").read_text(encoding="utf-8").splitlines()) <= 150
+        assert len((TUTORIALS / folder / "train.py").read_text(encoding="utf-8").splitlines()) <= 95
     files = [path for path in (ROOT / "ms_accum").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     assert {path.suffix for path in files} <= {".py", ".typed"}
-    imported = set()
-    for node in (node for path in files for node in ast.walk(ast.parse(path.read_bytes()))):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            imported.add(node.module.partition(".")[0])
+    source = "".join(path.read_text(encoding="utf-8") for path in files if path.suffix == ".py")
+    imported = set(re.findall(r"^ *(?:import|from) (\w+)", source, re.MULTILINE))
     assert {"numpy", "mindspore"} <= imported
-    assert not imported & {"tutorials", "mnist", "lm", "download", "data", "network", "plot"}
+    assert not imported & {"tutorials", "mnist", "lm", "download", "data", "network"}

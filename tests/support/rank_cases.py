@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import warnings
-from contextlib import redirect_stdout
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,13 +23,13 @@ from ms_accum import Accumulator, DataParallel, make_train_step, shard_parameter
 from ms_accum.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from ms_accum.distributed import meeting
 from ms_accum.distributed.exchange import BUILD, LOAD, SAVE
-from support import protocols, run_blocks
+from support import protocols, run_blocks, tiny
 from support.modes import running
 from support.pages import PAGES, blocks_of, written
 from support.protocols import KINDS, batch_of, drawn, expected, flat, forward_of, network_of, optimizer_of, step_of
 from support.scripts import run_here
 
-MNIST = ("--epochs", "2", "--batch-size", "400", "--momentum", "0.9", "--save", "run.safetensors")
+LM = ("--text", "text", "--epochs", "2", "--batch-size", "4")
 FAST = ("fast",)
 LAUNCHES = {  # ranks, cases
     "fast": (2, ["drawn:0:12", "named", "calls", "by_hand", "values", "resumed", "held", "evaluated", "recipes:1",
@@ -40,7 +39,7 @@ LAUNCHES = {  # ranks, cases
     "uncompared": (2, ["uncompared"]),
     "optimizers": (2, ["optimizers"]),
     "left": (2, ["left_alone"]),
-    "scripts": (2, ["mnist", "mnist_zero", "recipes:99"]),
+    "scripts": (2, ["compare:0", "compare:1", "lm", "recipes:99"]),
 }
 PLAIN = drawn(2, 2)._replace(kind="window", length=2, tokens=False, is_sum=False, clip_norm=None, adam=True,
                              bucket_mib=32, drops="apply", pieces=1, compiled=False, min_weight=None)
@@ -315,22 +314,20 @@ def optimizers(rank):
     return found
 
 
-def mnist(rank):
-    """The updates that tutorials/mnist/train.py makes in FOLDER/mnist, and its accuracies."""
-    return _mnist(FOLDER / "mnist")
+def compare(rank, zero):
+    """The difference between parameters that tutorials/mnist/compare.py finds, and the loss of each update."""
+    found = run_here("mnist", "--epochs", "2", "--batch-size", "400", "--momentum", "0.9", "--zero", zero,
+                     script="compare.py")
+    return float(found["difference"]), found["histories"]["accumulated"][1]
 
 
-def mnist_zero(rank):
-    """The same with ZeRO."""
-    return _mnist(FOLDER / "mnist-zero", "--zero", "1")
-
-
-def _mnist(folder, *options):
+def lm(rank):
+    """Train tutorials/lm/train.py on a small text, and save."""
+    folder = FOLDER / "lm"
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
-    with redirect_stdout(sys.stdout):  # rank 1 replaces its own
-        history = run_here("mnist", *MNIST, *options)["history"]
-    return history["loss"], history["accuracy"]
+    Path("text").write_bytes(tiny.text(100))
+    run_here("lm", *LM, "--accumulate-step", "2", "--save", "run.safetensors")
 
 
 def recipes(rank, count):

@@ -1,4 +1,4 @@
-"""The example scripts, tutorials/mnist/train.py and tutorials/lm/train.py, and the modules beside them."""
+"""The example scripts, tutorials/mnist/train.py, compare.py and tutorials/lm/train.py, and the modules beside them."""
 import os
 import runpy
 import subprocess
@@ -8,18 +8,20 @@ from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
+import mindspore as ms
+
 ROOT = Path(__file__).parents[2]
 TUTORIALS = ROOT / "tutorials"
 
 
 @contextmanager
 def beside(folder):
-    """Let imports find the modules in a folder of `TUTORIALS`. Both have a `data` and a `plot`: forget those later."""
+    """Let imports find the modules in a folder of `TUTORIALS`. Both have a `data` and a `train`: forget those later."""
     with patch.object(sys, "path", [str(TUTORIALS / folder), *sys.path]):
         try:
             yield
         finally:
-            for name in ("data", "plot"):
+            for name in ("data", "train"):
                 sys.modules.pop(name, None)
 
 
@@ -29,11 +31,17 @@ def module(folder, name):
         return import_module(name)
 
 
-def run_here(folder, *arguments):
-    """Run the script in this process, and return its variables. `folder` may be that of a copy."""
-    script = TUTORIALS / folder / "train.py"
-    with beside(folder), patch.object(sys, "argv", [str(script), *map(str, arguments)]):
-        return runpy.run_path(str(script), run_name=f"{script.parent.name}_script")
+def run_here(folder, *arguments, script="train.py"):
+    """Run a script in this process, and return its variables. `folder` may be that of a copy."""
+    path = str(TUTORIALS / folder / script)
+    with beside(folder), patch.object(sys, "argv", [path, *map(str, arguments)]):
+        return runpy.run_path(path, run_name="__main__")
+
+
+def saved(path):
+    """Return the bytes of all that a checkpoint holds, but for its description."""
+    found = ms.load_checkpoint(str(path), format="safetensors")
+    return {name: value.asnumpy().tobytes() for name, value in found.items() if name != "ms_accum"}
 
 
 def start(folder, *arguments):

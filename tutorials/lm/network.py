@@ -87,11 +87,6 @@ def count_bytes(tokens: Tensor) -> Tensor:
     return (tokens != PADDING).astype(ms.int32).sum(-1).sum()
 
 
-def count_one(tokens: Tensor) -> Tensor:
-    """Return 1, or 0 if there is only padding: all microbatches weigh the same in the mean of means. int32 `()`."""
-    return ops.minimum(count_bytes(tokens), 1)
-
-
 def generate(logits: Callable[[Tensor], Tensor], length: int, seed: int, temperature: float = 0.7) -> str:
     """Return `length` bytes that a network generates without a prompt, as printable text.
 
