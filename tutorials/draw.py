@@ -148,7 +148,7 @@ WAYS = {"undivided": "at once", "ms_accum": "in 4 microbatches", "ms_accum-piece
 def growths() -> dict[str, dict[str, float]]:
     """Return by network, and by way, how much a batch adds to the peak memory, in MiB."""
     groups = {group["name"]: group["contestants"] for group in read(STRATEGIES)["groups"]}
-    return {network: {words: groups[f"{network}, N = 4, cut in 8"][way]["growth_spread"]["median"] / 2**20
+    return {network: {words: groups[f"{network}, N = 4, cut in 8"][way]["growth"] / 2**20
                       for way, words in WAYS.items()} for network in NETWORKS}
 
 

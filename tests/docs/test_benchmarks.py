@@ -27,58 +27,16 @@ CASE = Case("mlp-784-32-32-10", 8)
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="peak RSS is read from /proc")
 
 
-def printed_by(*command, before="", **environment):
-    """What a script prints, run in a process of its own with all benchmarks on its path."""
-    path = os.pathsep.join([before, str(BENCHMARKS), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, check=False,
-                          env={**os.environ, "PYTHONPATH": path.strip(os.pathsep), **environment})
+def quick(suite, folder, *arguments, before=""):
+    """A quick run of a suite in a process of its own: what its last line says, and its record."""
+    command = [sys.executable, BENCHMARKS / "run.py", "--suite", suite, "--quick", "--output", folder, *arguments]
+    path = os.pathsep.join(filter(None, [before, os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def quick(suite, folder, *arguments, **environment):
-    """A quick run of a suite: what its last line says, and its record."""
-    command = BENCHMARKS / "run.py", "--suite", suite, "--quick", "--output", folder, *arguments
-    printed = printed_by(*command, **environment)
     text = (folder / f"{suite}.json").read_text(encoding="utf-8")
     assert not ABSOLUTE_PATH.search(text)
-    return json.loads(printed.splitlines()[-1]), json.loads(text)
-
-
-# --- whole suites -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_suite_and_its_report(tmp_path):
-    """One contestant agrees, one disagrees, one has no package, one brings its process down; the report is whole."""
-    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No torch', name='torch')", encoding="utf-8")
-    crashing = "import os, sys\nprint('jax went /some/where/wrong.so', file=sys.stderr, flush=True)\nos._exit(7)"
-    (tmp_path / "jax.py").write_text(crashing, encoding="utf-8")
-    names = "ms_accum,wrong-denominator,pytorch-eager,jax-scan"
-    summary, record = quick("mlp", tmp_path, "--contestants", names, before=str(tmp_path))
-    (group,) = summary["groups"].values()
-    assert group["base"] in ("floor", "floor-branch")
-    assert group["ratios"]["ms_accum"] > 0
-    assert {name: group["status"][name] for name in names.split(",")} == {
-        "ms_accum": "agreed", "wrong-denominator": "disagreed", "pytorch-eager": "skipped", "jax-scan": "crashed"}
-    assert re.search(r"parameters differ by \S+ after 3 windows, allowed 1e-05", group["messages"]["wrong-denominator"])
-    assert group["messages"]["pytorch-eager"] == "package torch is not installed"
-    assert group["messages"]["jax-scan"] == "jax went wrong.so (exit status 7)"
-    contestants = record["groups"][0]["contestants"]
-    assert contestants["ms_accum"]["difference"] <= 1e-5
-    assert len(contestants["ms_accum"]["samples"]) == 3
-    assert buffers(contestants["ms_accum"]) == pytest.approx(1, abs=0.01)
-    assert "samples" not in contestants["wrong-denominator"]
-
-    assert {"date", "commit", "cores", "memory_gib", "versions", "command", "groups"} <= record.keys()
-    assert record["versions"].keys() >= {"python", "mindspore", "numpy", "ms_accum"}
-    assert record["command"].startswith("python tutorials/benchmarks/run.py --suite mlp --quick")
-
-    report.main([str(tmp_path / "mlp.json"), "--output", str(tmp_path)])
-    table = (tmp_path / "report.md").read_text(encoding="utf-8")
-    assert re.search(r"^\|\*\*ms_accum\*\*\|[\d.]+\|", table, re.MULTILINE)
-    assert "wrong-denominator: disagreed: parameters differ" in table
-    assert not (tmp_path / "report.png").exists()
+    return json.loads(done.stdout.splitlines()[-1]), json.loads(text)
 
 
 def buffers(figures):
@@ -86,53 +44,63 @@ def buffers(figures):
     return figures["state_bytes"] / figures["parameter_bytes"]
 
 
+# --- whole suites -----------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("suite", "names"), [
-    ("mlp", "ms_accum-pieces,ms_accum-by-hand,undivided,tutorial,one-buffer,boost,parallel-nn"),
-    ("memory", "ms_accum"), ("strategies", "undivided,ms_accum,ms_accum-pieces"), ("scaling", "ms_accum"),
-    ("options", "ms_accum-skip-window"), ("first_calls", "ms_accum,wrong-denominator"),
-    ("distributed", "window,microbatch,zero2,wrong-denominator")])
-def test_every_suite(tmp_path, suite, names):
-    """All agree, but for a wrong divisor; the parts of the other suites are tested above."""
-    summary, record = quick(suite, tmp_path, "--rounds", "1", "--contestants", names)
-    for name, group in summary["groups"].items():
-        wrong = group["status"].pop("wrong-denominator", None)
-        assert wrong in (None, "agreed" if name == "1 rank, N = 1" else "disagreed")
-        assert set(group["status"].values()) <= {"agreed", "no update"}
-    first, *_, each, last = [group["contestants"] for group in [*record["groups"][:1] * 2, *record["groups"]]]
-    if suite == "mlp":
-        assert [buffers(last[name]) for name in ("one-buffer", "tutorial")] == pytest.approx([1, 2], abs=0.01)
-    elif suite == "memory":  # a window as one batch grows the process at least by that batch
-        undivided = first["undivided"]
-        assert undivided["samples"][0] > undivided["data_bytes"] == 8 * 1024 * 784 * 4
-        assert all(group["contestants"]["ms_accum"]["samples"][0] > 0 for group in record["groups"])
-    elif suite == "strategies":
-        weighed = next(group["contestants"] for group in record["groups"] if "piece" in group)
-        assert weighed.keys() == {"undivided", "ms_accum", "ms_accum-pieces", "tutorial"}
-        assert all(figures["first_window"] > figures["samples"][0] > 0 for figures in weighed.values())
-        assert all(figures["growth_spread"]["median"] == figures["growth"][0] for figures in weighed.values())
-        assert weighed["undivided"]["growth"][0] > weighed["undivided"]["data_bytes"] == 4 * 512 * 784 * 4
-    elif suite == "first_calls":
-        ours = last["ms_accum"]
-        assert len(ours["samples"]) == len(ours["wall"]) == len(ours["growth"]) == 1
-        assert ours["samples"][0] > 0.1
-        assert ours["growth_spread"]["median"] == ours["growth"][0] > 2**20
-        assert "|processor time, s|" in report.section(record)
-    elif suite == "scaling":
-        ratios = "|".join(f"{group['contestants']['ms_accum']['ratio']['median']:.2f}" for group in record["groups"])
-        assert f"|ms_accum|{ratios}|" in report.section(record)
-    elif suite == "distributed":  # ranks meet, then exchange gradients; a window has one of N; zero2 keeps a half
-        assert first["alone"]["collectives"] == 0
-        window, microbatch, zero2 = (last[name] for name in ("window", "microbatch", "zero2"))
-        rows = 2 * 12 * 4  # of each rank, 6 numbers, each as two of float32; a few sums travel with the gradients
-        assert window["collectives"] == each["microbatch"]["collectives"] == 2
-        assert 0 < window["collective_bytes"] - window["parameter_bytes"] - rows <= 32
-        assert microbatch["collectives"] == 4 * 2
-        assert microbatch["collective_bytes"] == 4 * window["collective_bytes"]
-        assert zero2["collectives"] == 4 * 2 + 1
-        # The sums travel with each part.
-        assert 0 < zero2["collective_bytes"] - microbatch["collective_bytes"] - window["parameter_bytes"] // 2 <= 4 * 32
-        assert buffers(zero2) == pytest.approx(1 / 2, abs=0.01)
+def test_all_ways_agree_and_who_does_not_is_reported(tmp_path):
+    """One contestant disagrees, one has no package, one brings its process down; the report is whole."""
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('No torch', name='torch')", encoding="utf-8")
+    crashing = "import os, sys\nprint('jax went /some/where/wrong.so', file=sys.stderr, flush=True)\nos._exit(7)"
+    (tmp_path / "jax.py").write_text(crashing, encoding="utf-8")
+    agreeing = {"ms_accum", "ms_accum-by-hand", "ms_accum-pieces", "undivided", "tutorial", "boost", "parallel-nn"}
+    failing = {"wrong-denominator", "pytorch-eager", "jax-scan"}
+    names = ",".join(agreeing | failing)
+    summary, record = quick("strategies", tmp_path, "--contestants", names, before=str(tmp_path))
+    first, cut = summary["groups"].values()
+    assert first["base"] == cut["base"] == "tutorial"
+    assert {name for name, status in (first["status"] | cut["status"]).items() if status == "agreed"} == agreeing
+    assert {name: first["status"][name] for name in failing} == {
+        "wrong-denominator": "disagreed", "pytorch-eager": "skipped", "jax-scan": "crashed"}
+    assert re.search(r"parameters differ by \S+ after 3 windows, allowed 1e-05", first["messages"]["wrong-denominator"])
+    assert first["messages"]["pytorch-eager"] == "package torch is not installed"
+    assert first["messages"]["jax-scan"] == "jax went wrong.so (exit status 7)"
+    small, large = (group["contestants"] for group in record["groups"])
+    assert small["ms_accum"]["difference"] <= 1e-5
+    assert len(small["ms_accum"]["samples"]) == 1
+    assert [buffers(small[name]) for name in ("ms_accum", "tutorial")] == pytest.approx([1, 2], abs=0.01)
+    assert "samples" not in small["wrong-denominator"]
+    assert all(large[name]["first_window"] > large[name]["samples"][0] > 0 for name in agreeing & large.keys())
+    assert large["undivided"]["growth"] > large["undivided"]["data_bytes"] == 4 * 512 * 784 * 4
+
+    assert {"date", "commit", "cores", "memory_gib", "versions", "command", "groups"} <= record.keys()
+    assert record["versions"].keys() >= {"python", "mindspore", "numpy", "ms_accum"}
+    assert record["command"].startswith("python tutorials/benchmarks/run.py --suite strategies --quick")
+    report.main([str(tmp_path / "strategies.json"), "--output", str(tmp_path)])
+    table = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert re.search(r"^\|\*\*ms_accum\*\*\|[\d.]+\|", table, re.MULTILINE)
+    assert "wrong-denominator: disagreed: parameters differ" in table
+
+
+@pytest.mark.slow
+def test_options_agree(tmp_path):
+    (group,) = quick("options", tmp_path)[0]["groups"].values()
+    assert set(group["status"].values()) == {"agreed"}
+    assert group["ratios"].keys() == {"undivided", *options.CONTESTANTS}
+
+
+@pytest.mark.slow
+def test_ranks_exchange_a_window_once(tmp_path):
+    """Ranks meet, then exchange gradients. Who divides wrongly disagrees."""
+    summary, record = quick("distributed", tmp_path, "--contestants", "window,microbatch,wrong-denominator")
+    for group in summary["groups"].values():
+        assert group["status"] == {"window": "agreed", "microbatch": "agreed", "wrong-denominator": "disagreed"}
+    each, eight = (group["contestants"] for group in record["groups"])
+    sizes = [group[name]["collective_bytes"] for group in (each, eight) for name in ("window", "microbatch")]
+    counts = [group[name]["collectives"] for group in (each, eight) for name in ("window", "microbatch")]
+    assert (counts, sizes) == ([2, 2, 2, 2 * 8], [sizes[0], sizes[0], sizes[0], 8 * sizes[0]])
+    rows = 2 * 12 * 4  # of each rank, 6 numbers, each as two of float32; a few sums travel with the gradients
+    assert 0 < sizes[0] - eight["window"]["parameter_bytes"] - rows <= 32
 
 
 @pytest.mark.slow
@@ -156,29 +124,16 @@ def test_memory_on_ascend_is_planned(tmp_path):
     assert found["undivided"][1] == pytest.approx(8 * found["ms_accum"][1], rel=0.01)
 
 
-@pytest.mark.slow
-def test_floors_compute_their_gradients():
-    """Of three layers: 3 products forward, 3 for the weights' gradients and 2 for the activations'."""
-    for name in ("floor", "floor-branch"):
-        train = f"import contestants, case; contestants.builder({name!r})(case.{CASE!r}).agree(1)"
-        printed_by("-c", train, MS_DEV_SAVE_GRAPHS="3", MS_DEV_SAVE_GRAPHS_PATH=name)
-        # Files with fewer products are of single operations.
-        texts = [file.read_text(encoding="utf-8") for file in Path(name).glob("*_execute_*.ir")]
-        assert max(len(re.findall(r" = PrimFunc_MatMul\(", text)) for text in texts) == 8
-
-
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("module", "arguments", "message"), [
     (run, "--suite speed", r"run\.py: error: argument --suite: invalid choice: 'speed'.*\n"),
-    (run, "--suite mlp --rounds 0", r"run\.py: error: argument --rounds: expected a whole number from 1, got '0'\n"),
-    (run, "--suite mlp --contestants ms_accum,fast",
-     r"run\.py: error: argument --contestants: unknown contestant 'fast'; choose from floor, .*\n"),
-    (run, "--suite memory --contestants boost",
-     r"run\.py: error: argument --contestants: 'boost' is not in suite memory; choose from undivided, .*\n"),
-    (run, "--suite scaling --groups fast",
-     r"run\.py: error: argument --groups: 'fast' is not in suite scaling; choose from MLP, .*\n"),
+    (run, "--suite options --rounds 0", r"run\.py: error: argument --rounds: expected a whole number from 1, .*\n"),
+    (run, "--suite options --contestants ms_accum,fast",
+     r"run\.py: error: argument --contestants: unknown contestant 'fast'; choose from ms_accum, .*\n"),
+    (run, "--suite options --contestants boost",
+     r"run\.py: error: argument --contestants: 'boost' is not in suite options; choose from undivided, .*\n"),
     (run, "--suite ascend --quick", r"run\.py: error: suite ascend needs CANN \(.*\), or .*/stand_ins\.py\n"),
     (report, "notes.json", r"report\.py: error: \S*notes\.json is no record of run\.py .*\n")])
 def test_what_cannot_be_run_is_refused_in_one_line(monkeypatch, capsys, module, arguments, message):
@@ -216,9 +171,8 @@ def test_growth_is_between_processes_and_who_crashes_has_none(monkeypatch):
     peaks = {("whole", 2): {"peak": 100}, ("whole", 512): {"peak": 350, "data": 7}, ("cut", 2): {"peak": 100}}
     monkeypatch.setattr(harness, "ask_fresh", answering(peaks))
     figures = {"whole": {}, "cut": {}}
-    group = harness.Group("a group", Case("mlp-6-5", 2), ("whole", "cut"), piece=512)
-    harness.weigh(group, figures, 3, Path(), "growth")
-    assert figures == {"whole": {"growth": [250] * 3, "data_bytes": 7},
+    harness.weigh(harness.Group("a group", CASE, ("whole", "cut"), small=2, piece=512), figures, Path())
+    assert figures == {"whole": {"growth": 250, "data_bytes": 7},
                        "cut": {"status": "crashed", "message": "out of memory"}}
 
 
@@ -236,7 +190,7 @@ def test_peaks_on_a_line_give_back_its_slope_and_start(monkeypatch):
     (record,) = ascend.measure([group], 1, Path())
     assert record["contestants"]["undivided"]["per_sample"] == 5
     assert record["contestants"]["tutorial"] == {"status": "crashed", "message": "out of memory"}
-    table = report.ascend_table(record, "ascend")
+    table = report.ascend_table(record)
     assert re.search(r"^\|undivided\|16\.0\|12\.0\|", table, re.MULTILINE)
     assert "- tutorial: crashed: out of memory" in table
     monkeypatch.setenv("ASCEND_TOOLKIT_HOME", "installed")
@@ -247,7 +201,7 @@ def test_peaks_on_a_line_give_back_its_slope_and_start(monkeypatch):
 @pytest.mark.slow
 def test_late_ranks_are_ended(monkeypatch):
     """And without msrun they are skipped."""
-    group = harness.Group("a group", replace(CASE, ranks=2), ("window",), ("window",), microbatches=4)
+    group = harness.Group("a group", replace(CASE, ranks=2), ("window",), "window", microbatches=4)
 
     def said(folder):
         (record,) = distributed.measure([group], 10**9, Path.cwd() / folder)
@@ -262,6 +216,8 @@ def test_late_ranks_are_ended(monkeypatch):
 
 # --- what is made of the records --------------------------------------------------------------------------------------
 
+PAGE = (BENCHMARKS.parent / "guide" / "benchmarks.md").read_text(encoding="utf-8")
+
 
 def read(record):
     return json.loads((BENCHMARKS / "records" / f"{record}.json").read_text(encoding="utf-8"))
@@ -274,87 +230,58 @@ def row_of_notes(start):
     return row.strip("| ").split(" | ")
 
 
+def ratio(figures):
+    return f"{figures['ratio']['median']:.2f}"
+
+
 def test_the_report_is_made_of_the_records(tmp_path):
-    """And of them alone. Ours are there with today's names; contestants that are gone are left out."""
     report.main(["--output", str(tmp_path)])
     text = (tmp_path / "report.md").read_text(encoding="utf-8")
     assert text == (BENCHMARKS / "records" / "report.md").read_text(encoding="utf-8")
-    assert (tmp_path / "report.png").stat().st_size > 10_000
-    assert re.search(r"^\|\*\*ms_accum\*\*\|[\d.]+\|", text, re.MULTILINE)
-    assert "fused" not in text
+    assert (tmp_path / "ascend.png").stat().st_size > 10_000
 
 
-def test_readme_the_page_and_the_notes_have_the_records_figures():
-    """README and the table of memory: those of the picture. The notes: the memory of the dry run."""
-    groups = records.read(BENCHMARKS / "records" / "strategies.json")["groups"]
-    panels = [panel for panel in map(report.points, groups) if panel]
-    readme = " ".join((BENCHMARKS.parents[1] / "README.md").read_text(encoding="utf-8").replace("\u00d7", "x").split())
+def test_readme_and_the_page_have_the_records_figures():
+    small, *large = (group["contestants"] for group in read("strategies")["groups"])
+    shown = ("undivided", "pytorch-eager", "pytorch-compiled", "jax-scan", "jax-multisteps", "parallel-nn", "boost",
+             "ms_accum-by-hand", "ms_accum")
+    assert f"| {' | '.join(ratio(small[name]) for name in shown)} |" in PAGE
+    shown = "undivided", "tutorial", "boost", "parallel-nn", "ms_accum", "ms_accum-pieces"
+    for network, ways in zip(("MLP", "CNN", "transformer"), large, strict=True):
+        cells = [f"{ways[name]['growth'] / 2**20:,.0f} MiB, {ratio(ways[name])} \u00d7" for name in shown]
+        assert f"| {network} | {' | '.join(cells)} |" in PAGE
+        ours, theirs = (ways[name]["first_window"] for name in ("ms_accum", "tutorial"))
+        assert re.search(rf"{ours:.1f} s \({network}; .*{theirs:.1f} s\)", PAGE)
+    readme = (BENCHMARKS.parents[1] / "README.md").read_text(encoding="utf-8").replace("\u00d7", "x")
+    for name in ("ms_accum", "ms_accum-pieces"):
+        assert "{} x (MLP), {} x (CNN) and {} x (transformer)".format(*(ratio(ways[name]) for ways in large)) in readme
+    groups = [group["contestants"] for group in read("options")["groups"]]
+    table = re.search(r"^\| option \|.*\n((?:\|.*\n)+)", PAGE, re.MULTILINE)[1].splitlines()[1:]
+    for name in {*options.CONTESTANTS} - {"tutorial", "ms_accum-again"}:  # a second copy, which differs by noise alone
+        cells = " | ".join(ratio(group[name]) for group in groups)
+        assert [row for row in table if row.endswith(f" | {cells} |")] != [], name
+    assert len(table) == len(options.CONTESTANTS) - 2
+    window = read("distributed")["groups"][1]["contestants"]["window"]
+    assert f"take {ratio(window)} \u00d7 the time" in PAGE
 
-    def shown(name, i):
-        return [f"{panel[name][i]['median']:.2f}" for panel in panels]
 
-    assert "{} x (MLP), {} x (CNN) and {} x (transformer)".format(*shown("ms_accum", 0)) in readme
-    assert "{} x (MLP), {} x (CNN) and {} x (transformer) the time".format(*shown("ms_accum-pieces", 0)) in readme
-    page = (BENCHMARKS.parent / "guide" / "benchmarks.md").read_text(encoding="utf-8")
-    for network in ("MLP", "CNN", "transformer"):
-        ways = next(group["contestants"] for group in groups if group["name"] == f"{network}, N = 4, cut in 8")
-        cells = [f"{way['growth_spread']['median'] / 2**20:,.0f} MiB, {way['ratio']['median']:.2f} \u00d7"
-                 for way in (ways["undivided"], ways["ms_accum"], ways["ms_accum-pieces"])]
-        assert f"| {network} | {' | '.join(cells)} |" in page
-    names = "undivided", "tutorial", "boost", "parallel-nn", "split", "split-in-step"
+def test_the_notes_have_the_records_figures():
+    names = "undivided", "tutorial", "boost", "parallel-nn", "ms_accum", "ms_accum-pieces"
     starts = "| MLP, 0.7 M", "| CNN, 11 M", "| ViT, 2.7 M", "| transformer, 11 M", "| transformer, 353 M"
     for start, group in zip(starts, read("ascend")["groups"], strict=True):
         found = [group["contestants"][name] for name in names]
         shares = [f"{of['per_sample'] / found[0]['per_sample']:.2f}" for of in found[1:]]
         expected = [f"{of['per_parameter']:.1f}, {share}" for of, share in zip(found, ["1", *shares])]
         assert row_of_notes(start)[1:] == expected, start
-
-
-def test_first_calls_take_at_most_half_as_much_again_as_the_tutorials_class():
-    """In the record, with every number of tensors; the page has its figures: time round by round, memory by medians."""
-    groups = read("first_calls")["groups"]
-    page = (BENCHMARKS.parent / "guide" / "benchmarks.md").read_text(encoding="utf-8")
-    assert [group["name"] for group in groups] == ["100 tensors", "200 tensors", "400 tensors"]
-    for name, label in (("ms_accum", "train step"), ("ms_accum-by-hand", "by hand")):
-        ours = [(group["contestants"][name], group["contestants"]["tutorial"]) for group in groups]
-        assert {figures["status"] for pair in ours for figures in pair} == {"agreed"}
-        times = [mine["ratio"]["median"] for mine, _ in ours]
-        sizes = [mine["growth_spread"]["median"] / tutorials["growth_spread"]["median"] for mine, tutorials in ours]
-        assert max(*times, *sizes) <= 1.5
-        cells = [" / ".join(f"{ratio:.2f}" for ratio in ratios) for ratios in (times, sizes)]
-        assert f"| {label} | {' | '.join(cells)} |" in page
-
-
-def test_the_table_of_options_has_the_records_figures():
-    """Time of each contestant of the suite, but for the second copy of the first one, which differs by noise alone."""
-    page = (BENCHMARKS.parent / "guide" / "benchmarks.md").read_text(encoding="utf-8")
-    groups = [group["contestants"] for group in read("options")["groups"]]
-    assert {figures["status"] for group in groups for figures in group.values()} == {"agreed"}
-    table = re.search(r"^\| option \|.*\n((?:\|.*\n)+)", page, re.MULTILINE)[1].splitlines()[1:]
-    for name in {*options.CONTESTANTS} - {"tutorial", "ms_accum-again"}:
-        cells = " | ".join(f"{group[name]['ratio']['median']:.2f}" for group in groups)
-        assert len([row for row in table if f" | {cells} | " in row]) == 1, name
-    assert len(table) == len(options.CONTESTANTS) - 2
-
-
-def test_the_notes_on_batch_sizes_have_the_records_figures():
     for problem in read("batch_size")["problems"].values():
         for name, found in problem["contestants"].items():
-            if not name.isdigit():  # is gone
-                continue
             ends, peak = [run["curve"][-1] for run in found["runs"]], found["runs"][0]["peak"]
             losses = [end[2] for end in ends]
-            label = f"| N = {name} | {peak:g} | "
-            _, _, updates, _, told = row_of_notes(label)
-            assert updates.split()[0] == f"{mean(end[1] for end in ends):.0f}"
+            _, _, updates, _, told = row_of_notes(f"| N = {name} | {peak:g} | ")
+            assert updates == f"{mean(end[1] for end in ends):.0f}"
             assert told == f"{mean(losses):.3f} ({min(losses):.3f}\u2013{max(losses):.3f})"
-
-
-def test_the_notes_on_many_ranks_have_the_records_figures():
     rows = read("hosts")["rows"]
-    ways = dict.fromkeys(row[1] for row in rows)
-    assert len(rows) == 3 * len(ways)
-    for way in ways:
+    for way in dict.fromkeys(row[1] for row in rows):
         mine = [row for row in rows if row[1] == way]
         _, sent, *times = row_of_notes(f"| {way} | ")
         assert sent == f"{median(row[5] for row in mine) / 1e6:.1f}"

@@ -19,8 +19,7 @@ class Case:
     Attributes:
         network: "mlp-784-512-512-10": layer sizes. "cnn-64x2": channels and blocks of a first stage.
             "transformer-384x6", "vit-192x6": width and blocks. "embedding-80000x128": vocabulary and
-            width. "heads-16x50": width of a sample and linear layers,
-            whose results are added.
+            width.
         batch: Samples in a microbatch.
         accumulate_step: Microbatches in a window.
         lr: Learning rate.
@@ -41,7 +40,7 @@ class Case:
 
     @property
     def kind(self) -> str:
-        """"mlp", "cnn", "transformer", "vit", "heads" or "embedding"."""
+        """"mlp", "cnn", "transformer", "vit" or "embedding"."""
         return self.network.split("-")[0]
 
     @property
@@ -57,7 +56,7 @@ class Case:
     @property
     def input_shape(self) -> tuple[int, ...]:
         """Shape of one sample."""
-        return {"mlp": (self.sizes[0],), "heads": (self.sizes[0],), "embedding": (TOKENS,),
+        return {"mlp": (self.sizes[0],), "embedding": (TOKENS,),
                 "transformer": (TOKENS, self.sizes[0])}.get(self.kind, IMAGE)
 
 

@@ -19,10 +19,7 @@ DRIFT = 1e-2
 # What contestants train on before their parameters are compared.
 WINDOWS = 3
 PEAK_WINDOWS = 2
-# Rounds of memory beside a measurement of time.
-WEIGHINGS = 3
-# What ratios are held against in most suites, and who judges a network that NumPy's oracle does not know.
-FLOOR = ("floor", "floor-branch")
+# Who judges a network that NumPy's oracle does not know.
 REFEREE = "undivided"
 
 Referee = Callable[[int], list[np.ndarray]]
@@ -36,11 +33,11 @@ class Group:
         name: Unique in its suite.
         case: What they train.
         contestants: By name.
-        base: What the others are held against; of several, the one with the lowest median.
-        seconds: How long the base shall take for a round's microbatches; 0: time is not taken.
+        base: What the others are held against.
+        seconds: How long the base shall take for a round's microbatches.
         microbatches: Of ranks: in a round.
         piece: For memory: samples in a large microbatch; 0: memory is not taken.
-        small: For memory: samples in a small microbatch; 0: the case's.
+        small: For memory: samples in a small microbatch.
         sizes: For the dry run: samples in a microbatch, the smallest and three on a line.
         referee: `(windows) -> parameters`; None: the contestant `REFEREE` is.
     """
@@ -48,7 +45,7 @@ class Group:
     name: str
     case: Case
     contestants: tuple[str, ...]
-    base: tuple[str, ...] = ()
+    base: str = ""
     seconds: float = 0.25
     microbatches: int = 0
     piece: int = 0
@@ -58,7 +55,7 @@ class Group:
 
     def record(self, figures: dict[str, dict], **what: object) -> dict:
         """What is kept of it."""
-        return {"name": self.name, "case": asdict(self.case), **what, "base": list(self.base), "contestants": figures}
+        return {"name": self.name, "case": asdict(self.case), **what, "base": self.base, "contestants": figures}
 
 
 @dataclass(frozen=True)
@@ -68,14 +65,13 @@ class Suite:
     Attributes:
         help: What it compares.
         groups: `(quick, scratch) -> groups`, with tiny networks if quick. Raises ValueError or OSError if it cannot.
-        rounds, quick_rounds: To take medians over.
+        rounds: To take medians over.
         measure: `(groups, rounds, scratch) -> records`, one by one; None: `time_each`.
     """
 
     help: str
     groups: Callable[[bool, Path], list[Group]]
     rounds: int
-    quick_rounds: int
     measure: Callable[[list[Group], int, Path], Iterator[dict]] | None = None
 
 
@@ -91,14 +87,12 @@ def time_each(groups: list[Group], rounds: int, scratch: Path) -> Iterator[dict]
         say(f"{group.name}: building {len(group.contestants)} contestants")
         with Team(group.contestants, group.case, scratch / str(i), figures) as team:
             agree(group, team)
-            if group.seconds:
-                microbatches = calibrated(group, team)
-                alternate(team, rounds, microbatches, group.name)
+            microbatches = calibrated(group, team)
+            alternate(team, rounds, microbatches, group.name)
         if group.piece:
-            key = "growth" if group.seconds else "samples"
-            weigh(group, figures, min(rounds, WEIGHINGS), scratch / f"{i}-memory", key)
+            weigh(group, figures, scratch / f"{i}-memory")
         sizes = {"small": group.small, "piece": group.piece} if group.piece else {}
-        yield group.record(figures, **({"microbatches": microbatches} if group.seconds else {}), **sizes)
+        yield group.record(figures, microbatches=microbatches, **sizes)
 
 
 def agree(group: Group, team: Team) -> None:
@@ -114,11 +108,8 @@ def agree(group: Group, team: Team) -> None:
         expected = trained.get(REFEREE)
     for name, parameters in trained.items():
         figures = team.figures[name]
-        if not parameters:
-            figures["status"] = "no update"
-        else:
-            figures.update(judged(parameters, expected, start))
-        if figures.get("status") == "disagreed":
+        figures.update(judged(parameters, expected, start))
+        if figures["status"] == "disagreed":
             say(f"  {name}: disagreed: {figures['message']}")
     for name in team.names:
         team.figures[name].update(team.ask(name, "state") or {})
@@ -145,9 +136,9 @@ def calibrated(group: Group, team: Team) -> int:
     """Whole windows that take the base about `group.seconds`, measured once everybody is warm."""
     pieces = group.case.accumulate_step
     probe = pieces * max(1, 8 // pieces)
-    for name in (name for name in group.base if name in team.names):
-        team.ask(name, "time", microbatches=probe)
-        if seconds := team.ask(name, "time", microbatches=probe):
+    if group.base in team.names:
+        team.ask(group.base, "time", microbatches=probe)
+        if seconds := team.ask(group.base, "time", microbatches=probe):
             return pieces * max(1, round(group.seconds / seconds * probe / pieces))
     return probe
 
@@ -167,23 +158,21 @@ def alternate(team: Team, rounds: int, microbatches: int, title: str) -> None:
                     team.figures[name]["samples"].append(seconds / microbatches)
 
 
-def weigh(group: Group, figures: dict[str, dict], rounds: int, scratch: Path, key: str) -> None:
-    """Leave under `key` how much peak RSS grows to microbatches of `piece` samples, from `small` or the case's.
+def weigh(group: Group, figures: dict[str, dict], scratch: Path) -> None:
+    """Leave under `growth` how much peak RSS grows to microbatches of `piece` samples, from `small`. Once: it repeats.
 
     Each peak is a fresh process that trains on one size only, so that what compiling a graph takes is on both sides.
     """
-    sizes = (group.small or group.case.batch, group.piece)
-    for i in range(rounds):
-        say(f"{group.name}: memory: round {i + 1} of {rounds}")
-        names = [name for name in group.contestants if "message" not in figures[name]]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            jobs = {(name, size): pool.submit(ask_fresh, group, name, scratch / f"{i}-{name}-{size}", figures, "peak",
-                                              batch=size, windows=PEAK_WINDOWS) for name in names for size in sizes}
-        for name in names:
-            small, large = (jobs[name, size].result() for size in sizes)
-            if small and large:
-                figures[name]["data_bytes"] = large["data"]
-                figures[name].setdefault(key, []).append(large["peak"] - small["peak"])
+    say(f"{group.name}: memory")
+    sizes = (group.small, group.piece)
+    names = [name for name in group.contestants if "message" not in figures[name]]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        jobs = {(name, size): pool.submit(ask_fresh, group, name, scratch / f"{name}-{size}", figures, "peak",
+                                          batch=size, windows=PEAK_WINDOWS) for name in names for size in sizes}
+    for name in names:
+        small, large = (jobs[name, size].result() for size in sizes)
+        if small and large:
+            figures[name].update(growth=large["peak"] - small["peak"], data_bytes=large["data"])
 
 
 def ask_fresh(

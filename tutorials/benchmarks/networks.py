@@ -1,5 +1,4 @@
-"""The networks in MindSpore: an MLP, a CNN in ResNet-18's shape, a stack of transformer blocks, MindCV's ViT, and many
-linear layers side by side."""
+"""The networks in MindSpore: an MLP, a CNN in ResNet-18's shape, transformer blocks, MindCV's ViT, an embedding."""
 from __future__ import annotations
 
 from itertools import pairwise
@@ -17,7 +16,7 @@ PATCH = 8
 
 def build(case: Case) -> nn.Cell:
     """The case's network with its initial weights."""
-    kinds = {"mlp": _mlp, "cnn": _cnn, "transformer": _transformer, "vit": _vit, "heads": Heads, "embedding": Embedding}
+    kinds = {"mlp": _mlp, "cnn": _cnn, "transformer": _transformer, "vit": _vit, "embedding": Embedding}
     network = kinds[case.kind](*case.sizes)
     parameters = network.trainable_params()
     for parameter, value in zip(parameters, initial_weights([p.shape for p in parameters], case.seed)):
@@ -29,20 +28,6 @@ def build(case: Case) -> nn.Cell:
 def _mlp(*sizes: int) -> nn.Cell:
     layers = [layer for inputs, outputs in pairwise(sizes) for layer in (nn.Dense(inputs, outputs), nn.ReLU())]
     return nn.SequentialCell(layers[:-1])
-
-
-class Heads(nn.Cell):
-    """The sum of linear layers: many tensors, but no depth."""
-
-    def __init__(self, width: int, count: int) -> None:
-        super().__init__()
-        self.heads = nn.CellList([nn.Dense(width, CLASSES) for _ in range(count)])
-
-    def construct(self, x: Tensor) -> Tensor:
-        total = 0.0
-        for head in self.heads:
-            total = total + head(x)
-        return total
 
 
 class Embedding(nn.Cell):

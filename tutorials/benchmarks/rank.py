@@ -23,7 +23,6 @@ from case import Case, samples
 from harness import WINDOWS, verdict
 from mindspore import Tensor, ops
 from mindspore.communication import get_rank, init
-from suites.distributed import ALONE
 from workers import unavailable
 
 from ms_accum import avoid_busy_waiting
@@ -54,7 +53,7 @@ def measure(groups: list[dict], rounds: int) -> dict[str, dict[str, dict]]:
         for name in group["contestants"]:
             found = figures[group["name"]][name] = exchanges(name, case)
             contestant = contestants.builder(name)(case)
-            start, end = (expected(name, case, windows) for windows in (0, WINDOWS))
+            start, end = (oracle.trained(case, *samples(case, case.window), windows) for windows in (0, WINDOWS))
             trained = contestant.agree(WINDOWS)
             difference, drift = largest(oracle.difference(trained, end)), largest(oracle.drift(trained, end, start))
             found.update(difference=difference, drift=drift, **contestant.state(), **verdict(difference, drift))
@@ -89,13 +88,6 @@ def exchanges(name: str, case: Case) -> dict[str, int]:
             patches.enter_context(patch.object(collective, "__call__", counted(collective.__call__)))
         contestant.run(case.accumulate_step)
     return {"collectives": len(handed), "collective_bytes": sum(handed)}
-
-
-def expected(name: str, case: Case, windows: int) -> list[np.ndarray]:
-    """Parameters after some windows of the samples of all ranks, or of this rank alone."""
-    inputs, labels = samples(case, case.window)
-    mine = slice(get_rank(), None, case.ranks) if name == ALONE else slice(None)
-    return oracle.trained(case, inputs[mine], labels[mine], windows)
 
 
 def largest(number: float) -> float:

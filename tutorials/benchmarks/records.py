@@ -13,8 +13,6 @@ from statistics import median, quantiles
 
 PACKAGES = ("ms_accum", "mindspore", "numpy", "mindcv", "torch", "jax", "jaxlib", "optax")
 FOLDER = Path(__file__).with_name("records")
-# What older records call contestants.
-RENAMED = {"split": "ms_accum", "split-in-step": "ms_accum-pieces", "bare": "ms_accum-by-hand"}
 
 
 def make(suite: str, quick: bool, command: str, groups: list[dict]) -> dict:
@@ -38,27 +36,14 @@ def circumstances() -> dict:
 
 
 def summarised(group: dict) -> dict:
-    """The group with `median`, quartiles and the ratio to the base, paired round by round, of whoever has samples.
-
-    Where memory was taken beside time, also with `growth_spread`.
-    """
-    base = fastest(group)
-    group = {**group, "base": base}
+    """The group with `median`, quartiles and the ratio to the base, paired round by round, of whoever has samples."""
+    base = group["contestants"].get(group["base"], {}).get("samples")
     for figures in group["contestants"].values():
         if figures.get("samples"):
             figures["spread"] = spread(figures["samples"])
             if base:
-                pairs = zip(figures["samples"], group["contestants"][base]["samples"])
-                figures["ratio"] = spread([sample / floor for sample, floor in pairs])
-        if figures.get("growth"):
-            figures["growth_spread"] = spread(figures["growth"])
+                figures["ratio"] = spread([sample / of_base for sample, of_base in zip(figures["samples"], base)])
     return group
-
-
-def fastest(group: dict) -> str | None:
-    """The base with the lowest median."""
-    there = [name for name in group["base"] if group["contestants"].get(name, {}).get("samples")]
-    return min(there, key=lambda name: median(group["contestants"][name]["samples"]), default=None)
 
 
 def spread(samples: list[float]) -> dict[str, float]:
@@ -94,16 +79,13 @@ def write(record: dict, file: Path) -> None:
 
 
 def read(file: Path) -> dict:
-    """Read a record, with the names of today. Raises ValueError if the file is none."""
+    """Read a record. Raises ValueError if the file is none."""
     try:
         record = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{file} is no record of run.py ({type(error).__name__})") from error
     if not isinstance(record, dict) or not {"suite", "groups", "versions"} <= record.keys():
         raise ValueError(f"{file} is no record of run.py (no suite, groups and versions in it)")
-    for group in record["groups"]:
-        group["contestants"] = {RENAMED.get(name, name): figures for name, figures in group["contestants"].items()}
-        group["base"] = RENAMED.get(group["base"], group["base"])
     return record
 
 

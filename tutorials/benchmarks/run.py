@@ -39,16 +39,15 @@ def main(arguments: list[str]) -> None:
             groups = chosen(suite.groups(options.quick, Path(scratch)), options)
         except (ValueError, OSError) as error:
             parser.error(str(error))
-        rounds = options.rounds or (suite.quick_rounds if options.quick else suite.rounds)
+        rounds = options.rounds or (1 if options.quick else suite.rounds)
         # A quick run leaves no record unless a folder is named.
         folder = options.output or (None if options.quick else records.FOLDER)
         file = folder and folder / f"{options.suite}.json"
-        kept = records.read(file)["groups"] if options.groups and file and file.exists() else []
-        done = {group["name"]: group for group in kept}
+        done: list[dict] = []
         # Written after each group: a run that is interrupted keeps what it has.
         for group in (suite.measure or time_each)(groups, rounds, Path(scratch)):
-            done[group["name"]] = records.summarised(group)
-            record = records.make(options.suite, options.quick, command_line(arguments), list(done.values()))
+            done.append(records.summarised(group))
+            record = records.make(options.suite, options.quick, command_line(arguments), done)
             if file:
                 records.write(record, file)
     print(json.dumps(records.summary(record, file and file.name)))
@@ -66,27 +65,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=_count, metavar="N", help=f"rounds to take medians over (default: {rounds})")
     parser.add_argument("--contestants", type=_names, metavar="A,B,...",
                         help="only these (default: all of the suite's); what ratios are held against always runs")
-    parser.add_argument("--groups", metavar="A;B;...",
-                        help="only the groups of these names; the record keeps what it has of the others")
     parser.add_argument("--output", type=Path, metavar="DIR", help=(
         "folder of the record, <suite>.json (default: records/ beside this file; with --quick: not written)"))
     return parser
 
 
 def chosen(groups: list[Group], options: argparse.Namespace) -> list[Group]:
-    """The groups and contestants that were asked for, with bases and referees. Raises ValueError if one is unknown."""
-    names = [group.name for group in groups]
-    wanted = names if options.groups is None else [name.strip() for name in options.groups.split(";")]
-    unknown = "argument --{}: {!r} is not in suite " + options.suite + "; choose from {}"
-    for name in wanted:
-        if name not in names:
-            raise ValueError(unknown.format("groups", name, "; ".join(names)))
-    groups = [group for group in groups if group.name in wanted]
+    """The contestants that were asked for, with bases and referees. Raises ValueError if one is unknown."""
     if options.contestants is None:
         return groups
     found = []
     for group in groups:
-        needed = {*group.base, *(() if group.referee else (REFEREE,)), *options.contestants}
+        needed = {group.base, *(() if group.referee else (REFEREE,)), *options.contestants}
         kept = [name for name in group.contestants if name in needed]
         # A control belongs to no suite, but can be asked for in any.
         control = ["wrong-denominator"] if "wrong-denominator" in options.contestants else []
@@ -94,7 +84,8 @@ def chosen(groups: list[Group], options: argparse.Namespace) -> list[Group]:
     for name in options.contestants:
         if not any(name in group.contestants for group in found):
             known = dict.fromkeys(name for group in groups for name in group.contestants)
-            raise ValueError(unknown.format("contestants", name, ", ".join(known)))
+            raise ValueError(f"argument --contestants: {name!r} is not in suite {options.suite}; choose from "
+                             f"{', '.join(known)}")
     return found
 
 

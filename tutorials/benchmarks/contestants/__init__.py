@@ -6,10 +6,10 @@ from importlib import import_module
 
 _MODULES = {
     "mindspore_": (
-        "floor", "floor-branch", "ms_accum", "ms_accum-pieces", "ms_accum-by-hand", "ms_accum-again",
-        "ms_accum-sums", "ms_accum-weights", "ms_accum-budget", "ms_accum-noise-scale",
-        "ms_accum-clip", "ms_accum-skip-window", "ms_accum-skip-microbatch", "undivided", "tutorial", "one-buffer",
-        "boost", "parallel-nn", "mindcv", "wrong-denominator", "alone", "window", "microbatch", "zero1", "zero2"),
+        "ms_accum", "ms_accum-pieces", "ms_accum-by-hand", "ms_accum-again", "ms_accum-sums", "ms_accum-weights",
+        "ms_accum-budget", "ms_accum-noise-scale", "ms_accum-clip", "ms_accum-skip-window", "ms_accum-skip-microbatch",
+        "undivided", "tutorial", "one-buffer", "boost", "parallel-nn", "mindcv", "wrong-denominator", "window",
+        "microbatch"),
     "pytorch_": ("pytorch-eager", "pytorch-compiled"),
     "jax_": ("jax-multisteps", "jax-scan"),
 }

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from time import perf_counter, process_time
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -88,16 +88,6 @@ class Contestant(ABC):
         """Bytes that accumulation keeps from call to call, bytes of the parameters, seconds of the first window."""
         return {"state_bytes": self.state_bytes(), "parameter_bytes": sum(p.nbytes for p in self.parameters()),
                 "first_window": self.first_window}
-
-    def first_calls(self, windows: int) -> dict[str, float]:
-        """What the first windows of this process take.
-
-        Samples: seconds of all its threads on processors; wall: seconds; growth: bytes, of peak RSS.
-        """
-        self.load(self.case.batch, distinct=True)
-        before, processor, wall = peak_rss(), process_time(), perf_counter()
-        self.run(windows * self.case.accumulate_step)
-        return {"samples": process_time() - processor, "wall": perf_counter() - wall, "growth": peak_rss() - before}
 
     def peak(self, batch: int, windows: int) -> dict[str, int]:
         """Bytes of peak RSS of this process after training on microbatches of `batch` samples, and of its data."""

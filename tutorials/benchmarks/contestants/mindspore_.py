@@ -1,4 +1,4 @@
-"""Contestants in MindSpore: ours, the floor below them, and the ways in use, each written after its behaviour."""
+"""Contestants in MindSpore: ours, and the ways in use, each written after its behaviour."""
 from __future__ import annotations
 
 import os
@@ -14,7 +14,7 @@ from mindspore import Parameter, Tensor, boost, nn, ops
 from mindspore.communication import get_rank
 from mindspore.parallel.nn import GradAccumulation
 
-from ms_accum import Accumulator, DataParallel, avoid_busy_waiting, make_train_step, shard_parameters, until_weight
+from ms_accum import Accumulator, DataParallel, avoid_busy_waiting, make_train_step, until_weight
 from ms_accum.batch_size import GradientNoiseScale
 
 from .contract import Contestant
@@ -52,14 +52,13 @@ class Way(NamedTuple):
     call: Callable
     state: tuple[Parameter, ...] = ()
     whole_window: bool = False
-    updates: bool = True
     close: Callable = lambda: None
 
 
 class MindSpore(Contestant):
-    """A way as a contestant. `sharded`: what the optimizer gets of the parameters."""
+    """A way as a contestant."""
 
-    def __init__(self, way: Callable[[Start], Way], case: Case, sharded: Callable = list) -> None:
+    def __init__(self, way: Callable[[Start], Way], case: Case) -> None:
         super().__init__(case)
         avoid_busy_waiting()
         if "MS_SIMULATION_LEVEL" in os.environ:
@@ -72,7 +71,7 @@ class MindSpore(Contestant):
         def forward_fn(x: Tensor, y: Tensor) -> Tensor:
             return loss_fn(network(x), y)
 
-        optimizer = getattr(nn, case.optimizer)(sharded(network.trainable_params()), case.lr)
+        optimizer = getattr(nn, case.optimizer)(network.trainable_params(), case.lr)
         self.way = way(Start(network, forward_fn, optimizer, case.accumulate_step, case.cut))
         self.trained = network.trainable_params()
         self.whole_window = self.way.whole_window
@@ -89,15 +88,10 @@ class MindSpore(Contestant):
         self.smallest.asnumpy()
 
     def parameters(self) -> list[np.ndarray]:
-        return [p.asnumpy() for p in self.trained] if self.way.updates else []
+        return [p.asnumpy() for p in self.trained]
 
     def state_bytes(self) -> int:
         return sum(p.nbytes for p in self.way.state)
-
-    def first_calls(self, windows: int) -> dict[str, float]:
-        # Of 1,000 calls within each other, which MindSpore allows, the tutorial's class with 400 tensors needs more.
-        ms.set_recursion_limit(10_000)
-        return super().first_calls(windows)
 
     def plan(self, batch: int) -> dict[str, int]:
         """Bytes on the device at the peak of a window, and how many parameters there are.
@@ -113,26 +107,6 @@ class MindSpore(Contestant):
             self.way.close()
         ms.runtime.synchronize()
         return {"peak": ms.runtime.max_memory_allocated(), "parameters": sum(p.size for p in self.trained)}
-
-
-# --- the floor: what no way of accumulating can avoid -----------------------------------------------------------------
-
-
-def floor(start: Start, branch: bool = False) -> Way:
-    """Forward and backward. A branch that is never taken lets MindSpore run a graph in another way, at times faster."""
-    grad_fn = start.grad_fn()
-    never = Parameter(Tensor(0, ms.int32), name="never")
-
-    @ms.jit
-    def forward_backward(x: Tensor, y: Tensor) -> Tensor:
-        loss, grads = grad_fn(x, y)
-        loss = ops.depend(loss, grads)
-        if branch:
-            if never > 0:
-                ops.assign(never, 0)
-        return loss
-
-    return Way(forward_backward, updates=False)
 
 
 # --- ours -------------------------------------------------------------------------------------------------------------
@@ -195,9 +169,8 @@ def by_hand(start: Start) -> Way:
 class Rank(MindSpore):
     """One of several processes, each with its part of every window: every `case.ranks`-th sample."""
 
-    def __init__(self, reducer: DataParallel | None, case: Case) -> None:
-        sharded = shard_parameters if reducer is not None and reducer.zero else list
-        super().__init__(partial(ms_accum, reducer=reducer), case, sharded)
+    def __init__(self, reducer: DataParallel, case: Case) -> None:
+        super().__init__(partial(ms_accum, reducer=reducer), case)
 
     def samples(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         return tuple(array[get_rank()::self.case.ranks] for array in super().samples(count * self.case.ranks))
@@ -324,8 +297,6 @@ def mindcv(start: Start) -> Way:
 
 
 CONTESTANTS = {name: partial(MindSpore, way) for name, way in {
-    "floor": floor,
-    "floor-branch": partial(floor, branch=True),
     "one-buffer": one_buffer,
     "ms_accum": ms_accum,
     "ms_accum-again": ms_accum,
@@ -345,10 +316,6 @@ CONTESTANTS = {name: partial(MindSpore, way) for name, way in {
     "mindcv": mindcv,
     "wrong-denominator": partial(tutorial, divided=False),
 }.items()} | {name: partial(Rank, reducer) for name, reducer in {
-    # Every rank for itself: what the ranks take from each other by being on one machine.
-    "alone": None,
     "window": DataParallel(),
     "microbatch": DataParallel(sync="microbatch"),
-    "zero1": DataParallel(zero=1),
-    "zero2": DataParallel(zero=2),
 }.items()}

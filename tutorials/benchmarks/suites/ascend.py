@@ -107,4 +107,4 @@ def figures(peaks: dict[int, int], parameters: int, microbatches: int) -> dict[s
 
 
 SUITE = Suite(
-    "peak memory on Ascend in a dry run, on any Linux machine", groups, rounds=1, quick_rounds=1, measure=measure)
+    "peak memory on Ascend in a dry run, on any Linux machine", groups, rounds=1, measure=measure)

@@ -1,4 +1,4 @@
-"""Ranks that exchange each window, each microbatch, or nothing: one run of `msrun` for all groups of as many ranks."""
+"""Two ranks that exchange each window or each microbatch: one run of `msrun` for all groups."""
 from __future__ import annotations
 
 import json
@@ -11,51 +11,38 @@ import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 
 from case import Case
 from harness import Group, Suite, referee_of
 from workers import PATIENCE, Unavailable, report, say
 
-# The ranks of this one exchange nothing, and are judged by their own samples.
-ALONE = "alone"
-EXCHANGES = ("window", "microbatch", "zero1", "zero2")
+RANKS = 2
 RANK = Path(__file__).parents[1] / "rank.py"
 
 
 def groups(quick: bool, scratch: Path) -> list[Group]:
-    """1, 2 and 4 ranks, windows of 1 and 8."""
-    network, found = "mlp-784-32-32-10" if quick else "mlp-784-512-512-10", []
-    for ranks in (1, 2) if quick else (1, 2, 4):
-        for n in (1, 4) if quick else (1, 8):
-            case = Case(network, 32, n, ranks=ranks)
-            names = (ALONE,) if ranks == 1 else (ALONE, *EXCHANGES)
-            found.append(Group(f"{ranks} rank{'s' * (ranks > 1)}, N = {n}", case, names, (ALONE,),
-                               microbatches=8 if quick else 24, referee=referee_of(case)))
-    return found
+    """Windows of 1 and 8."""
+    cases = [Case("mlp-784-32-32-10" if quick else "mlp-784-512-512-10", 32, n, ranks=RANKS) for n in (1, 8)]
+    return [Group(f"2 ranks, N = {case.accumulate_step}", case, ("window", "microbatch"), "microbatch",
+                  microbatches=8 if quick else 24, referee=referee_of(case)) for case in cases]
 
 
 def measure(groups: list[Group], rounds: int, scratch: Path) -> Iterator[dict]:
-    """Records of seconds for a microbatch of the slowest rank.
-
-    Rounds alternate between all contestants of as many ranks.
-    """
-    for ranks, together in groupby(groups, key=lambda group: group.case.ranks):
-        some = list(together)
-        say(f"{', '.join(group.name for group in some)}: {ranks} of each contestant, {rounds} rounds")
-        try:
-            found = launch(ranks, some, rounds, scratch / f"{ranks}-ranks")
-        except Unavailable as error:
-            found = {group.name: {name: {} for name in group.contestants} for group in some}
-            for figures in found.values():
-                for name in figures:
-                    report(name, figures[name], error)
-        for group in some:
-            yield group.record(found[group.name], microbatches=group.microbatches)
+    """Records of seconds for a microbatch of the slowest rank. Rounds alternate between all contestants."""
+    say(f"{RANKS} ranks of each contestant, {rounds} rounds")
+    try:
+        found = launch(groups, rounds, scratch / "ranks")
+    except Unavailable as error:
+        found = {group.name: {name: {} for name in group.contestants} for group in groups}
+        for figures in found.values():
+            for name in figures:
+                report(name, figures[name], error)
+    for group in groups:
+        yield group.record(found[group.name], microbatches=group.microbatches)
 
 
-def launch(ranks: int, groups: list[Group], rounds: int, scratch: Path) -> dict:
+def launch(groups: list[Group], rounds: int, scratch: Path) -> dict:
     """What rank 0 wrote of each group's contestants. Raises Unavailable without msrun, or if a rank fails."""
     scratch.mkdir(parents=True)
     here = Path(sys.executable).parent
@@ -68,7 +55,7 @@ def launch(ranks: int, groups: list[Group], rounds: int, scratch: Path) -> dict:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [msrun, f"--worker_num={ranks}", f"--local_worker_num={ranks}", f"--master_port={port}", "--join=True",
+    command = [msrun, f"--worker_num={RANKS}", f"--local_worker_num={RANKS}", f"--master_port={port}", "--join=True",
                f"--log_dir={scratch / 'logs'}", RANK, scratch]
     # msrun starts whatever `python` is found first.
     environment = {**os.environ, "PATH": f"{here}{os.pathsep}{os.environ['PATH']}"}
@@ -99,4 +86,4 @@ def _stop(process: subprocess.Popen) -> None:
         process.wait()
 
 
-SUITE = Suite("1, 2 and 4 ranks", groups, rounds=12, quick_rounds=1, measure=measure)
+SUITE = Suite("two ranks", groups, rounds=12, measure=measure)
