@@ -93,9 +93,10 @@ class OneDevice:
         """Sum a window. Return the gradients, the unit that their weights are in, and the sums of the numbers."""
         return gradients, unit, numbers
 
-    def apply(self, optimizer: Callable, gradients: Gradients) -> None:
+    def apply(self, optimizer: Callable, gradients: Gradients) -> Tensor:
         """Update with these gradients. With ZeRO: each rank its slices; then all ranks' changes are added."""
         optimizer(gradients)
+        return gradients[0]  # MindSpore 2.10 drops the work in place (`mint`) of a function that returns None
 
     def over(self, number: Tensor) -> Tensor:
         """Return the sum over ranks of a number that was computed from what `window` returns, if that are slices."""

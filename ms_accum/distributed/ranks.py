@@ -113,7 +113,7 @@ class Zero(ManyRanks):
         ops.assign(self.token, multiply_no_nan(sums, ops.zeros_like(sums)))
         return sums.reshape(())
 
-    def apply(self, optimizer: Callable, gradients: Gradients) -> None:
+    def apply(self, optimizer: Callable, gradients: Gradients) -> Tensor:
         """See `OneDevice`."""
         before = mapped(cut, (self.row, self.ranks), self.parameters)
         each(ops.assign, self.slices, before)
@@ -126,6 +126,7 @@ class Zero(ManyRanks):
             if self.inside > 1 and self.across > 1:  # by rank, which is not the order of their rows
                 rows = rows.reshape(self.across, self.inside, -1).swapaxes(0, 1).reshape(self.ranks, -1)
             each(ops.assign_add, taken(self.parameters, members), self.changes.wholes(rows, members))
+        return token
 
     # --- on the host --------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from mindspore import Parameter, ParameterTuple, Tensor, mint, nn, ops
 from mindspore.experimental import optim
 from support.cells import Counting
 from support.differential.optimizers import OPTIMIZERS
+from support.processes import run_python
 
 from ms_accum import Accumulator, make_train_step
 from ms_accum.core.optimizers import Rates
@@ -286,3 +287,39 @@ def test_an_optimizer_without_a_kernel_is_named():
     accumulator.add((ops.ones(2),))
     with pytest.raises(ValueError, match="the optimizer SGD of mint has no kernel on CPU"):
         accumulator.flush()
+
+
+MINT = """
+import mindspore as ms, numpy as np, sys
+from mindspore import mint, nn
+from ms_accum import make_train_step
+
+network = nn.Dense(4, 2)
+parameters, x = network.trainable_params(), ms.Tensor(np.ones((3, 4)), ms.float32)
+
+def forward_fn(x):
+    return (network(x) ** 2).mean()
+
+def values():
+    return np.concatenate([p.asnumpy().ravel() for p in parameters])
+
+first, n = values(), int(sys.argv[1])
+train_step = make_train_step(forward_fn, mint.optim.SGD(parameters, lr=0.1), n)
+for _ in range(2 * n):
+    train_step(x)
+ours = values()
+start = 0
+for parameter in parameters:
+    ms.ops.assign(parameter, ms.Tensor(first[start:start + parameter.size].reshape(parameter.shape)))
+    start += parameter.size
+optimizer, grad_fn = nn.SGD(parameters, 0.1), ms.value_and_grad(forward_fn, None, parameters)
+for _ in range(2):
+    optimizer(grad_fn(x)[1])
+print(abs(ours - values()).max() < 1e-6, abs(ours - first).max() > 1e-3)
+"""
+
+
+@pytest.mark.parametrize("accumulate_step", ["2", pytest.param("1", marks=pytest.mark.slow)])
+def test_the_first_network_of_a_process_is_trained_by_mint(accumulate_step):
+    """In graphs. (Work in place was dropped from a function that returned None, without an error.)"""
+    assert run_python(MINT, accumulate_step).split() == ["True", "True"]
