@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from hashlib import sha256
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Optional
 from zlib import crc32
 
 import mindspore as ms
@@ -32,7 +31,6 @@ _LATE = ("rank {} {}, but another rank does not come: it is late, has ended or h
          "ranks. A slow disk of one rank, or a new shape that it compiles, keeps the others waiting: the environment "
          "variable MS_CPU_COMM_OP_TIMEOUT (seconds) lets ranks on CPU wait longer")
 _COMPUTES_NOTHING = bool(os.environ.get("MS_SIMULATION_LEVEL"))  # MindSpore's dry run: all values are 0
-_EXCHANGE_FAILED = re.compile(r"Launch kernel failed.*(AllReduce|AllGather|ReduceScatter|Broadcast)")
 _names: list[str] = []  # the first parameter of each accumulator that exchanges, in the order in which they were built
 _ended: list[RanksDiffer] = []  # the first difference that this process has found
 
@@ -183,15 +181,13 @@ class Meeting(OneDevice):
             found = exchange(values)
             return (found[0] if isinstance(found, tuple) else found).asnumpy()
         except RuntimeError as error:
-            if not _EXCHANGE_FAILED.search(str(error)):
-                raise
-            _end(_LATE.format(self.rank, _said(what, self.number)))
+            _end(_LATE.format(self.rank, _said(what, self.number)), error)
 
 
-def _end(message: str) -> NoReturn:
+def _end(message: str, cause: Optional[Exception] = None) -> NoReturn:
     """Raise `RanksDiffer`, also in each later meeting: collectives of this process no longer match those of others."""
     _ended.append(RanksDiffer(message))
-    raise _ended[0] from None
+    raise _ended[0] from cause
 
 
 def _said(what: int, number: int) -> str:
