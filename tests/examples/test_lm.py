@@ -37,7 +37,7 @@ def test_it_learns_prints_and_is_resumed_bit_identically(small, capsys, monkeypa
             run_here("lm", *SMALL, "--save", "run.safetensors")
     before = saved("run.safetensors")
     capsys.readouterr()
-    run_here("lm", *SMALL, "--save", "run.safetensors")
+    run_here("lm", *SMALL, "--save", "run.safetensors", "--resume", "run.safetensors")
     assert capsys.readouterr().out.splitlines()[-2:] == [epochs[1], last]
     assert saved("run.safetensors") == saved("whole.safetensors") != before
 

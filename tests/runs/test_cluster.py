@@ -55,7 +55,7 @@ def test_bytes_are_counted_links_have_a_rate_and_are_cut_and_hosts_are_killed():
     assert f"-{os.getpid()}-" not in namespaces("list")
 
 
-def start(cluster, folder, ranks_of_a_host=1, port=8118):
+def start(cluster, folder, *options, ranks_of_a_host=1, port=8118):
     """Start the guide's command on every host, each in a folder of its own, as on a disk of its own."""
     path = os.pathsep.join(map(str, filter(None, [ROOT, os.environ.get("PYTHONPATH")])))
     environment = {**os.environ, **SETTINGS, "PYTHONPATH": path, "GLOG_v": "4", "MS_JIT": "0",
@@ -66,7 +66,7 @@ def start(cluster, folder, ranks_of_a_host=1, port=8118):
         (folder / str(host) / "text").write_bytes(tiny.text())
         command = ["msrun", f"--worker_num={ranks}", f"--local_worker_num={ranks_of_a_host}",
                    f"--master_addr={cluster.address(0)}", f"--master_port={port}", f"--node_rank={host}", "--join=True",
-                   "--log_dir=ranks", "python", *TRAIN]
+                   "--log_dir=ranks", "python", *TRAIN, *options]
         runs.append(cluster.start(host, command, folder / f"{host}.log", cwd=folder / str(host), env=environment))
     return runs
 
@@ -130,5 +130,5 @@ def test_a_run_that_loses_a_host_ends_soon_and_resumes_bit_identically(happens, 
             cluster.mend(host)
         log = tmp_path / "0" / "ranks" / "worker_0.log"
         assert "epoch 2/2" not in log.read_text(encoding="utf-8"), "it was not finished"
-        assert finish(tmp_path, start(cluster, tmp_path, port=8119)) == on_one_host
+        assert finish(tmp_path, start(cluster, tmp_path, "--resume", "run.safetensors", port=8119)) == on_one_host
         assert "epoch 1/2" not in log.read_text(encoding="utf-8")

@@ -6,7 +6,7 @@ minute on 2 cores.
 
   python train.py                          on a quarter of the documentation that comes with Python
   python train.py --text book.txt          on a file, whose documents are separated by empty lines
-  python train.py --save run.safetensors   after each epoch; the same command goes on after kill -9
+  python train.py --save run.safetensors   after each epoch; to go on after kill -9, add --resume run.safetensors
   msrun --worker_num=2 --local_worker_num=2 --master_port=8118 --join=True --log_dir=ranks --tail_worker_log=0 \\
       python train.py                      on two ranks; if they say nothing for a minute, give another free port
 """
@@ -37,7 +37,8 @@ def options():
     add("--warmup", type=float, default=0.1, help="share of the updates in which it rises (default: %(default)s)")
     add("--clip-norm", type=float, default=1.0, help="of the accumulated gradient (default: %(default)s)")
     add("--seed", type=int, default=42, help="of the weights and the order of the text (default: %(default)s)")
-    add("--save", metavar="FILE.safetensors", help="write a checkpoint after each epoch; go on if it is there")
+    add("--save", metavar="FILE.safetensors", help="write a checkpoint after each epoch")
+    add("--resume", metavar="FILE.safetensors", help="go on from a checkpoint, which rank 0 reads for all")
     return parser.parse_args()
 
 
@@ -73,8 +74,8 @@ def main():
     train_step = ms_accum.make_train_step(forward_fn, optimizer, args.accumulate_step, weight_fn=count_bytes,
                                           clip_norm=args.clip_norm, reducer=ms_accum.DataParallel())
     train_step.on_update(ms_accum.WindowLog(log))  # WindowLog("windows.csv") writes a file
-    if args.save and os.path.exists(args.save):
-        ms_accum.load_checkpoint(args.save, network, train_step)
+    if args.resume:
+        ms_accum.load_checkpoint(args.resume, network, train_step)
 
     network.set_train()
     for epoch in range(train_step.epochs + 1, args.epochs + 1):
