@@ -1,16 +1,16 @@
 """The boundary: the host's side of a window. It counts down, closes what is full, and keeps the place in the data.
 
     add:     is `missing` known? ─ no ─► read the device, and close the window if it is full
-                  │ yes
+                  ▼ yes, or now
              meet ─► the step's graphs add the microbatch ─► one less is missing; none: close
     close:   meet ─► the graph that updates or drops ─► functions of `on_update`
     flush:   take part in the microbatches of ranks that still have data ─► close what is open ─► take part in the
              windows of others ─► compare parameters
 
-What adds or closes sets `missing` to None first, and to a number when it is done; a reset and a load leave None. So
-after an error or an interrupt it is None, and the next call reads the device, which holds whole numbers, or a mark that
-says what was not finished: see `window.py`. `meet` returns the largest number that a rank gave: of pieces, or 1 for a
-window; 0: nobody has data left. On one device, it returns its own.
+What adds or closes sets `missing` to None first, and to a number when it is done; a reset and a load leave None. So if
+one was stopped, it is None, and the next call reads the device: all of its numbers fit together, or a mark in them says
+what was not finished; see `window.py`. `exchange.meet` returns the largest number that a rank gave: of pieces, or 1 for
+a window; 0: nobody has data left. On one device, it returns its own.
 """
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ class Status(NamedTuple):
         update_step: Number of updates done.
         mini_step: Number of microbatches in the open window, with empty ones that a rank without data adds.
         closed_windows: Number of windows closed, with an update or dropped.
-        skipped: Number of windows dropped; with `on_nonfinite="skip_microbatch"`, also of skipped microbatches, or of
-            their pieces, on all ranks. It changes when a window closes.
-        skipped_in_row: Number of windows dropped since the last update.
+        skipped: Number of windows dropped; with `on_nonfinite="skip_microbatch"`, of skipped microbatches, or of their
+            pieces, on all ranks, and at least 1 for a window dropped. It changes when a window closes.
+        skipped_in_row: Number of windows dropped since the last update or reset.
         empty_windows: Number of windows closed whose weight was 0.
         seen: Sum of the weights of all updates, of all ranks, rounded: samples, or what `weight_fn` counts.
         epochs: Number of epochs finished.
@@ -110,8 +110,8 @@ class Place(NamedTuple):
 
     Attributes:
         epochs: Number of epochs finished.
-        first: The device's count of microbatches when this epoch began, less those that its loop skipped.
-        is_loaded: Whether a file stopped inside this epoch, and no loop has gone on with it.
+        first: The device's count of this rank's microbatches at which `trained` is 0.
+        is_loaded: Whether a file saved inside this epoch was loaded, and no loop has gone on with it.
         is_split: Whether that file was saved with another number of ranks.
     """
 
@@ -128,17 +128,17 @@ class Boundary:
         window, rates: The window on the device, and the rates of its optimizer.
         max_skips: The most windows that may be dropped in a row; None: any number.
         eager: Whether to run op by op.
-        graphs: What was compiled, also by the step. After an error in a graph, all are forgotten.
-        missing: Number of microbatches that the open window still needs, at least. None: unknown.
-        updates: Number of updates. Old while `missing` is None, or where windows may be dropped and nothing needs it.
-        is_closed: Whether the last call of the step, flush or end of an epoch closed a window: what users are told.
-        is_idle: Whether nothing was trained since the last flush. Another one is then an error if a rank still trains.
-        turn: How often a call, a loop or a load has begun; a loop goes on while it is its own.
+        graphs: What was compiled, also by the step. After an error in training, all are forgotten.
+        missing: Number of microbatches that the open window still needs, at least. None: unknown, read the device.
+        updates: Number of updates. Stale while `missing` is None, or where windows may be dropped and nothing needs it.
+        is_closed: Whether the last call of the step, flush or end of an epoch closed a window: `updated` reports it.
+        is_idle: Whether no microbatch or epoch began since the last flush. Another flush fails if a rank still trains.
+        turn: How often a call, a loop or a load has begun; a loop goes on while `turn` is the number that it got.
         place: See `Place`.
-        functions: What to call after updates: `(every, function)`; `is_calling`: whether now, or when interrupted.
-        since: When the training of the open window began, by `perf_counter`: for the seconds in a log's row.
-        addresses: Where trained parameters and rates are in memory, once a window was closed.
-        saved: For the finalizer, in a list: the count of microbatches at the last save.
+        functions: What to call after updates: `(every, function)`; `is_calling`: whether they are being called.
+        since: When the last close, reset or start of an epoch was done, by `perf_counter`: for the seconds of a log.
+        addresses: Where trained parameters and rates are in memory, once a window was closed: to find what was moved.
+        saved: The count of microbatches at the last save, in a list, which `checkpoint` writes and the finalizer reads.
     """
 
     def __init__(self, window: Window, rates: Rates, max_skips: Optional[int], eager: bool) -> None:
@@ -159,10 +159,10 @@ class Boundary:
     def add(self, run: Callable, batch: tuple, pieces: int = 1, closes: bool = False) -> Any:
         """Add a microbatch by `run(*batch)`, and close the window if it is full. Return what `run` returns.
 
-        `pieces`: how many `run` adds. `closes`: whether it updates with them as a window of one.
+        `pieces`: how many `run` adds. `closes`: whether `run` also updates with them, as a window of one.
         """
-        missing = self.known() if self.missing is None else self.missing
-        self.missing, self.is_idle, self.is_closed = None, False, False
+        self.is_idle, self.is_closed = False, False
+        missing, self.missing = self.known() if self.missing is None else self.missing, None
         others = self.window.exchange.meet(WINDOW if closes else MICROBATCH, pieces) - pieces
         try:
             result = run(*batch)
@@ -234,7 +234,7 @@ class Boundary:
     def reset(self) -> None:
         """Drop the open window, and a row of dropped ones.
 
-        After an error in a microbatch, the place goes back to where the window began. Otherwise, the place moves on.
+        If a microbatch was left half added, the place goes back to where the window began; otherwise it stays.
         """
         self.missing, self.is_closed, self.since = None, False, perf_counter()
         counts, sums = self._copies()
@@ -272,7 +272,7 @@ class Boundary:
             finally:
                 self.is_calling = False
         self.since = perf_counter()
-        if self.turn != turn:  # afterwards, because a lock that a function runs would outlive an interrupt
+        if self.turn != turn:  # compared afterwards: a lock, held while functions run, would outlive an interrupt
             raise RuntimeError(_OWNED.format("a function of on_update"))
 
     def _add_nothing(self, ends: list[Tensor]) -> None:

@@ -1,14 +1,14 @@
 """The open window on the device: the way of a gradient, from top to bottom.
 
     add:     weigh ─► exchange of each microbatch ─► buffers ─► sums ─► counts
-    close:   exchange of the window ─► accepted? ─► normalise ─► clip ─► optimizer ─► clear ─► sums ─► counts
+    close:   exchange of the window ─► mean, clip ─► accepted? ─► scale ─► optimizer ─► clear ─► sums ─► counts
 
-    buffer  += weight / unit * gradient                  # for equal microbatches 1 * gradient: no kernel
+    buffer  += weight / unit * gradient                  # for equal microbatches 1 * gradient, without a product
     gradient = unit / max(sum of weights, min_weight) * buffer
 
-All whole numbers of the state are one int32 vector, and one assignment changes them together: an interrupt finds all
-of a window's numbers or none. Before a piece or a close changes anything, it adds a mark to them; the last operation
-takes the mark away. So a mark that stays says what was begun and not finished.
+All counts but `seen` are one int32 vector, and one assignment changes them together: an interrupt finds all of a
+window's numbers or none. Once a gradient is computed, and before anything changes, a piece or a close adds a mark to
+them; the last operation takes the mark away. So a mark that stays says what was begun and not finished.
 """
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Window:
         seen: Sum of the weights of all updates, rounded: int64 `()`.
         zero: Always 0, which no graph knows: to clear buffers, and for a branch that is never taken.
         buffers: One for each parameter, in the optimizer's order.
-        unit: The unit of weights, a constant of graphs: the weight of the first piece. None: not known yet.
+        unit: The unit of weights, a constant of graphs: 1, or the samples of the first piece. None: not known yet.
         called: The stages that override each method.
         drops: Whether a window may be dropped.
     """
@@ -202,7 +202,7 @@ class Window:
         return self.update_with(gradients, 1.0 if self.is_sum else weight, numbers, ALONE)
 
     def update_with(self, gradients: Gradients, unit: Scalar, numbers: Numbers, applied: Tensor) -> Tensor:
-        """Exchange, judge, normalise, clip, update, clear and count. Return a Tensor.
+        """Exchange, normalise, clip, judge, update, clear and count. Return a Tensor.
 
         `applied`: the change of the counts by an update.
         """

@@ -74,7 +74,7 @@ class TrainStep(Uncopied):
         """Train on one microbatch and return its loss, or `(loss, aux)`.
 
         The arguments are those of `forward_fn`, by position or by name: Tensors or NumPy arrays. Raise RuntimeError if
-        an error or an interrupt stopped a microbatch (`reset()` drops its window) or an update.
+        an error or an interrupt left a microbatch (`reset()` drops its window) or an update half done.
         """
         self.boundary.turn += 1
         return self._train(as_tensors(batch), named)
@@ -120,8 +120,7 @@ class TrainStep(Uncopied):
             boundary.require_turn(turn)
             if number % 64 == 0:
                 boundary.look()
-            arguments, named = as_arguments(batch)
-            result = self._train(arguments, named)
+            result = self._train(*as_arguments(batch))
             batch, number = _next(batches), number + 1
             if batch is _END:
                 self._end_epoch()
@@ -131,7 +130,8 @@ class TrainStep(Uncopied):
 
     def _end_epoch(self) -> None:
         closed = self.boundary.is_closed
-        self.boundary.is_closed = self.boundary.flush() or closed
+        self.boundary.flush()
+        self.boundary.is_closed |= closed
         self.boundary.end_epoch()
 
     def flush(self) -> bool:
@@ -141,8 +141,8 @@ class TrainStep(Uncopied):
     def reset(self) -> None:
         """Drop the open window, and a row of dropped windows.
 
-        After an error in a microbatch, `epoch(batches, skip=train_step.trained)` trains its window again. Otherwise,
-        e.g. in the body of a loop that drops a bad window, the place in the data moves on.
+        If an error or an interrupt left a microbatch half added, `epoch(batches, skip=train_step.trained)` trains its
+        window again. Otherwise, e.g. in the body of a loop that drops a bad window, it does not.
         """
         self.boundary.reset()
 
