@@ -1,8 +1,7 @@
 """Train a byte-level transformer of 1 M parameters on documents of different lengths, with accumulated gradients.
 
-A script to be copied: warm-up and cosine, clipping, evaluation, save and resume, several ranks. Microbatches hold
-different numbers of bytes. Each is weighted by its bytes, so the update equals that of the undivided batch. It takes a
-minute on 2 cores.
+A script to be copied: warm-up and cosine, clipping, evaluation, save and resume, several ranks. Microbatches are
+weighted by their bytes, so the update equals that of the undivided batch. It takes a minute on 2 cores.
 
   python train.py                          on a quarter of the documentation that comes with Python
   python train.py --text book.txt          on a file, whose documents are separated by empty lines
