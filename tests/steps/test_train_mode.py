@@ -204,14 +204,6 @@ def test_an_optimizer_of_another_network_is_an_error_before_anything_is_compiled
     made(*BATCH)
 
 
-def stepped(network):
-    def forward_fn(x, y):
-        return LOSS(network(x), y)
-
-    network.set_train()
-    return make_train_step(forward_fn, sgd(network), 2, eager=True), partial(forward_fn, *BATCH)
-
-
 def test_an_evaluation_that_fails_leaves_the_graphs_of_the_training(mode_named):
     """Otherwise, Dropout would draw its first masks again. Control: the evaluation itself is compiled again."""
     mode_named("jit")

@@ -1,4 +1,4 @@
-"""Runs of `mindspore.train.Model` with a TrainOneStepCell, and the oracle after the same run."""
+"""Runs of `mindspore.train.Model` with a TrainOneStepCell, and what a file holds of one."""
 import mindspore as ms
 import numpy as np
 from mindspore import nn, ops
@@ -7,9 +7,7 @@ from mindspore.train import Model
 
 from ms_accum import TrainOneStepCell
 from ms_accum.core.window import ADDED
-from ms_accum.selftest.comparing import values
 from ms_accum.selftest.networks import MLP, batches
-from support import reference
 from support.training import LOSS
 
 SIZES = [6, 6, 6, 6, 2]
@@ -39,15 +37,6 @@ def make_cell(accumulate_step=2, clip_norm=0.7, optimizer=momentum, **options):
     cell = TrainOneStepCell(nn.WithLossCell(network, LOSS), optimizer(network.trainable_params()), accumulate_step,
                             clip_norm=clip_norm, **options)
     return network, cell
-
-
-def trained_oracle(network, sizes, clip_norm=0.7):
-    """The oracle after an epoch."""
-    oracle = reference.Accumulation(values(network.trainable_params()), reference.SGD(0.1, 0.9), 2, "mean", clip_norm)
-    for x, y in batches(sizes):
-        oracle(reference.loss_and_gradients(oracle.parameters, x, y)[1], len(x))
-    oracle.flush()
-    return oracle
 
 
 class TwoCells(nn.Cell):

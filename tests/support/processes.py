@@ -3,8 +3,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-MEMORY = Path(__file__).with_name("memory.py")  # a program for `run_python`
-
 
 def run_python(code, *arguments):
     """Return the output of `code`, or of a file, in a new process; from a file, for graph mode reads the source."""

@@ -51,11 +51,6 @@ def bits(network, step):
     return [p.asnumpy().tobytes() for p in (*held, *window.state.values())]
 
 
-def counting(network):
-    """An optimizer that keeps the gradient it was given, and updates nothing."""
-    return Counting(ParameterTuple(network.trainable_params()))
-
-
 def gradient_of(forward_fn, network, batch, **options):
     """The gradient that one call hands to the optimizer, and what the call returns."""
     optimizer = Counting(ParameterTuple(network.trainable_params()))
