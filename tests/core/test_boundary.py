@@ -11,7 +11,7 @@ from support.training import sgd
 from ms_accum import make_train_step, until_weight
 from ms_accum.core.window import ADDED, BEGIN, CLOSE, END, HOLD, LOADING, change
 from ms_accum.selftest.checks import counted_reads
-from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
+from ms_accum.selftest.networks import MLP, mean_loss, tensors
 
 pytestmark = pytest.mark.core
 
@@ -65,20 +65,6 @@ def test_the_time_of_a_row_begins_at_a_reset():
     assert train_step.boundary.since == began
     train_step.reset()
     assert train_step.boundary.since > began
-
-
-def test_status_says_where_a_window_stands():
-    train_step, small = step_of(), tensors(*batches([3])[0])
-    train_step(*BATCH)
-    status = train_step.status()
-    assert (status.update_step, status.mini_step, status.trained, status.seen) == (0, 1, 1, 0)
-    loss = [train_step(*batch) for batch in (small, BATCH, small)]
-    status = train_step.status()
-    assert (status.update_step, status.mini_step, status.closed_windows, status.trained) == (2, 0, 2, 4)
-    assert (status.seen, status.weight, status.skipped, status.empty_windows) == (18, 9, 0, 0)
-    assert status.loss == pytest.approx((6 * float(loss[1]) + 3 * float(loss[2])) / 9, rel=1e-5)
-    assert np.isnan(status.grad_norm)
-    assert (train_step.updated, train_step.update_step) == (True, 2)
 
 
 def test_too_many_dropped_windows_raise_an_error_until_a_reset():
@@ -170,19 +156,6 @@ def test_an_interrupt_between_a_microbatch_and_its_close_loses_nothing(monkeypat
 
 def interrupted(boundary):
     raise KeyboardInterrupt
-
-
-def test_a_function_of_on_update_that_trains_is_not_called_for_the_windows_that_it_closes():
-    """The call that updated raises the error once all functions have returned. Control: one that only reads."""
-    train_step, calls = step_of(1), []
-    train_step.on_update(lambda step: calls.append("reads"))
-    train_step(*BATCH)
-    train_step.on_update(lambda step: (calls.append("trains"), step(*BATCH), step(*BATCH)))
-    train_step.on_update(lambda step: calls.append("last"))
-    with pytest.raises(RuntimeError, match=r"inside a function of on_update, which owns it"):
-        train_step(*BATCH)
-    assert calls == ["reads", "reads", "trains", "last"]
-    assert train_step.status().update_step == 4
 
 
 def test_new_memory_of_a_parameter_or_a_rate_is_noticed():

@@ -1,5 +1,4 @@
 """What a step says first when its functions or their results do not fit: what was wrong, got, expected, the remedy."""
-from collections import UserDict
 from dataclasses import dataclass
 
 import mindspore as ms
@@ -38,7 +37,7 @@ def returns(make):
 
 NAMED = {"none": lambda loss: None, "number": lambda loss: float(loss.asnumpy()), "two": lambda loss: (loss, loss),
          "three": lambda loss: (loss, loss, loss), "dict": lambda loss: {"loss": loss}, "output": Output,
-         "mapping": lambda loss: UserDict(loss=loss), "axes": lambda loss: ops.stack((loss, loss)),
+         "axes": lambda loss: ops.stack((loss, loss)),
          "whole": lambda loss: loss.astype(ms.int32), "plain": lambda loss: loss, "weights": lambda loss: (
              loss, Tensor([1.0, 2.0])), "no aux": lambda loss: (loss, ()), "text": lambda loss: (loss, "aux"),
          "rows": lambda loss: (loss, ops.ones(3))}
@@ -48,7 +47,6 @@ WRONG = [
     ("two", TypeError, r"returned 2 values, expected the loss alone; give has_aux=True .* has_weight=True if", {}),
     ("dict", TypeError, r"returned a value of type dict.*of a dict its entry", {}),
     ("output", TypeError, r"of type Output.*of a model model\(.*return_dict=False", {}),
-    ("mapping", TypeError, r"of type UserDict.*return the loss itself", {}),
     ("axes", ValueError, r"returned a loss of shape \(2,\), expected shape \(\); return the mean over the samples", {}),
     ("whole", TypeError, r"returned a loss of Int32, expected a float dtype; do not cast", {}),
     ("plain", TypeError, r"returned a value of type Tensor, expected \(loss, aux\) because of has_aux=True",
@@ -79,40 +77,11 @@ def without_return(data, label):
     LOSS(NETWORK(data), label)
 
 
-def pair(data, label):
-    return LOSS(NETWORK(data), label), data
-
-
-def of_three(data, label):
-    return LOSS(NETWORK(data), label), data, label
-
-
-@pytest.mark.parametrize(("function", "message", "options"), [
-    (without_return, r"forward_fn returned None, expected the loss alone; is its `return` missing\?", {}),
-    pytest.param(of_three, r"forward_fn returned 3 values, expected \(loss, aux\)", {"has_aux": True},
-                 marks=pytest.mark.slow),
-    pytest.param(pair, "forward_fn returned 2 values, expected the loss alone; give has_aux", {},
-                 marks=pytest.mark.slow)])
-def test_a_graph_says_the_same_when_it_is_compiled(function, message, options):
-    """And the next step that is right trains."""
-    step = make_train_step(function, sgd(), 2, **options)
-    with pytest.raises(TypeError, match=message):
+def test_a_graph_says_the_same_when_it_is_compiled():
+    step = make_train_step(without_return, sgd(), 2)
+    with pytest.raises(TypeError, match="forward_fn returned None, expected the loss alone; is its `return` mis"):
         step(DATA, LABEL)
     assert step.status().trained == 0
-
-
-@pytest.mark.usefixtures("uncompiled")
-@pytest.mark.parametrize(("weight", "error", "message"), [
-    (-1, ValueError, "weight is -1, expected a finite number >= 0"), (None, TypeError, "weight is None, expected a n"),
-    ((1.0, 2.0), TypeError, r"weight is \(1\.0, 2\.0\), expected a number or a Tensor of shape \(\)"),
-    (Tensor([1.0, 2.0]), ValueError, r"weight is a Tensor of shape \(2,\), expected shape \(\)")])
-def test_what_is_no_weight_is_an_error(weight, error, message):
-    def weight_fn(data, label):
-        return weight
-
-    step = make_train_step(forward_fn, sgd(), 2, weight_fn=weight_fn)
-    with pytest.raises(error, match=message):
-        step(DATA, LABEL)
 
 
 @pytest.mark.usefixtures("uncompiled")
