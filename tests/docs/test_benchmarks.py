@@ -128,10 +128,7 @@ def test_memory_on_ascend_is_planned(tmp_path):
 
 
 @pytest.mark.parametrize(("module", "arguments", "message"), [
-    (run, "--suite speed", r"run\.py: error: argument --suite: invalid choice: 'speed'.*\n"),
     (run, "--suite options --rounds 0", r"run\.py: error: argument --rounds: expected a whole number from 1, .*\n"),
-    (run, "--suite options --contestants ms_accum,fast",
-     r"run\.py: error: argument --contestants: unknown contestant 'fast'; choose from ms_accum, .*\n"),
     (run, "--suite options --contestants boost",
      r"run\.py: error: argument --contestants: 'boost' is not in suite options; choose from undivided, .*\n"),
     (run, "--suite ascend --quick", r"run\.py: error: suite ascend needs CANN \(.*\), or .*/stand_ins\.py\n"),
@@ -165,15 +162,6 @@ def answering(answers):
             figures[name].update(status="crashed", message="out of memory")
         return answers.get((name, batch))
     return ask_fresh
-
-
-def test_growth_is_between_processes_and_who_crashes_has_none(monkeypatch):
-    peaks = {("whole", 2): {"peak": 100}, ("whole", 512): {"peak": 350, "data": 7}, ("cut", 2): {"peak": 100}}
-    monkeypatch.setattr(harness, "ask_fresh", answering(peaks))
-    figures = {"whole": {}, "cut": {}}
-    harness.weigh(harness.Group("a group", CASE, ("whole", "cut"), small=2, piece=512), figures, Path())
-    assert figures == {"whole": {"growth": 250, "data_bytes": 7},
-                       "cut": {"status": "crashed", "message": "out of memory"}}
 
 
 def test_peaks_on_a_line_give_back_its_slope_and_start(monkeypatch):

@@ -4,16 +4,6 @@ import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 
-class Sign(nn.Cell):
-    """The identity, whose backward pass returns the sign of each element."""
-
-    def construct(self, x):
-        return x + 0
-
-    def bprop(self, x, out, dout):
-        return (ops.sign(dout),)
-
-
 class Clip(nn.Cell):
     """The identity, whose backward pass is not linear: it clips gradients to ±bound."""
 
