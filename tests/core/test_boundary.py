@@ -83,6 +83,9 @@ def test_too_many_dropped_windows_raise_an_error_until_a_reset():
     train_step(*BATCH)
     assert not train_step.flush()
     assert (train_step.status().skipped_in_row, train_step.update_step) == (0, 1)
+    with pytest.raises(RuntimeError, match=r"in a row were dropped"):
+        list(train_step.epoch([nothing] * 70))
+    assert train_step.trained == 64  # an epoch looks before it ends
 
 
 def test_a_mark_that_stays_says_what_was_not_finished():
@@ -190,11 +193,13 @@ def test_a_window_that_is_lost_is_reported_when_its_step_is_collected():
 
 
 def test_state_is_four_parameters_and_one_buffer_for_each_parameter():
-    """Names are unique in a process, so that two accumulators may be in one graph."""
+    """Names are unique in a process, so that two accumulators may be in one graph. A window of one has no buffers."""
     steps = [step_of(), step_of()]
     windows = [step.boundary.window for step in steps]
     assert [b.shape for b in windows[0].buffers] == [p.shape for p in steps[0].optimizer.parameters]
     state = [(w.counts, w.sums, w.seen, w.zero) for w in windows]
     assert len({p.name for of in state for p in of}) == 8
     assert (state[0][0].dtype, state[0][1].dtype, state[0][2].dtype) == (ms.int32, ms.float32, ms.int64)
-    assert len(step_of(1).boundary.window.buffers) == 0
+    alone = step_of(1)
+    alone(*BATCH)
+    assert (len(alone.boundary.window.buffers), alone.trained) == (0, 1)

@@ -53,13 +53,16 @@ def sum_loss(network):
 
 @pytest.mark.parametrize(("eager", "is_sum"), [(True, False), (False, False)])
 def test_a_stage_of_a_users_own_sees_each_piece_and_is_asked_once_for_each_window(eager, is_sum):
-    """Its state is in checkpoints. The parameters are those without it, for all weights are doubled."""
+    """Its state is in checkpoints. The parameters are those without it, for all weights are doubled. A reset forgets
+    what was measured."""
     batches_of = [tensors(x, y) for x, y in batches([6, 4, 6, 6])]
     ended = []
     for stages in ((), (Counting(),)):
         network = MLP()
         train_step = make_train_step((sum_loss if is_sum else mean_loss)(network), sgd(network), 2, pieces=2,
                                      eager=eager, stages=stages, loss_reduction="sum" if is_sum else "mean")
+        train_step(*batches_of[0])
+        train_step.reset()
         for batch in batches_of:
             train_step(*batch)
         ended.append(values(network.trainable_params()))

@@ -15,6 +15,7 @@ from ms_accum import make_train_step
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP, batches, tensors
 from ms_accum.steps.batch import layout
+from ms_accum.steps.pieces import joined
 
 RNG = np.random.default_rng(0)
 ROWS = [{"input_ids": RNG.normal(size=(6, 6)).astype(np.float32), "labels": RNG.integers(0, 3, 6).astype(np.int32),
@@ -242,3 +243,5 @@ def test_tensors_with_one_row_per_sample_are_cut_and_all_else_passes_through():
     for i in (0, 2, 3):
         assert cut_aux[i].dtype == aux[i].dtype
         np.testing.assert_allclose(cut_aux[i].asnumpy(), aux[i].asnumpy(), rtol=1e-6)
+    of_nothing = joined([(Tensor(0.0), Tensor(np.nan)), (Tensor(2.0), Tensor(3.0))], Tensor(2.0), 0)
+    assert float(of_nothing) == 3  # the mean of a piece of weight 0 is ignored

@@ -55,6 +55,7 @@ def test_a_loop_that_does_not_exhaust_the_epoch_loses_no_update():
     right, wrong, copied = results
     assert difference(copied, right) == 0
     assert difference(wrong, right) > 1e-3
+    assert (len(list(step.epoch(DATA[:4]))), step.updated) == (4, True), "so does a last one that needs no flush"
 
 
 @pytest.mark.parametrize("accumulate_step", [3, {0: 2, 1: 3}, until_weight(13)])

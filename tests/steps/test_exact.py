@@ -171,7 +171,8 @@ def off(case, mode, **changes):
 
 
 @pytest.mark.parametrize("mode", ["pynative", "eager"])
-@pytest.mark.parametrize("seed", [*range(14), *(pytest.param(i, marks=pytest.mark.slow) for i in range(14, 60))])
+@pytest.mark.parametrize("seed", [*range(14), 67, *(  # 67: windows of one microbatch, without buffers
+    pytest.param(i, marks=pytest.mark.slow) for i in range(14, 60))])
 def test_any_run_op_by_op_is_that_of_the_oracle(seed, mode):
     case = drawn(seed)
     print({**vars(case), "data": [len(x) for x, _, _ in case.data]})
