@@ -45,7 +45,7 @@ _COUPLING = ("couples samples: its output for one sample depends on the others i
 _NO_MEAN = ("no weighted mean: the gradient of the batch is not a weighted mean of the gradients of the pieces; the "
             "loss is a sum of means with different denominators, or it couples samples, as contrastive, load-balancing "
             "and batch Dice losses do",
-            'give each mean a factor, as under "Two losses" on the guide\'s page "Language models"; if it couples '
+            'give each mean a factor, as under "Several losses" on the guide\'s page "Recipes"; if it couples '
             "samples, use make_grad_cache_step, whose encode_fn returns values for each sample, and whose loss_fn "
             "compares them")
 _NONLINEAR = ("nonlinear backward pass: a part of the gradient does not grow with the loss, because a bprop clips it, "

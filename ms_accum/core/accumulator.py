@@ -130,7 +130,7 @@ class Accumulator(Uncopied):
         on_nonfinite: What to do with gradients that hold NaN or infinity. "apply": apply them like other values.
             "skip_microbatch": give the microbatch (or the piece, if it is cut) the weight 0; it still counts in its
             window. "skip_window": drop the window when it closes, without an update. Both also drop a window of weight
-            0; with "apply", it updates with a gradient of 0.
+            0, unless `min_weight` is set; otherwise it updates with a gradient of 0.
         max_skips: Largest number of windows that may be dropped in a row; one more raises a RuntimeError, at a flush or
             in each 64th microbatch of an epoch. None: no limit.
         reducer: A `DataParallel` of `sync="window"`, for several ranks; `add` in the graph, then call `close()`.

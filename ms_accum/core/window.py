@@ -220,6 +220,7 @@ class Window:
         norm = NOTHING + nan
         if self.clip_norm is not None:
             norm = norm_of(self.exchange.over(square_sum(gradients, factor)))
+            norm = ops.where(as_tensor(factor) == 0, NOTHING, norm)  # of a mean that is ignored, NaN or not
             factor = factor * clip_factor(norm, self.clip_norm)
         if not self.drops:
             accepted = True  # type: Any
@@ -266,8 +267,7 @@ class Window:
         # A mean over nothing is 0/0; with `min_weight`, nothing is left where all was skipped.
         accepted = as_tensor(numbers[TAKEN if self.min_weight > 0 else WEIGHT]) != 0
         for stage in self.called.judging:
-            verdict = stage.accepts(_seen_by(stage, window, numbers))
-            accepted = ops.logical_and(accepted, verdict)
+            accepted = ops.logical_and(accepted, stage.accepts(_seen_by(stage, window, numbers)))
         return accepted
 
     def _update(self, factor: Scalar, window: dict[str, Any], numbers: Numbers) -> Tensor:

@@ -143,7 +143,7 @@ LOSSES = {  # forward_fn, options, what is wrong, what the report says, batch
     "a sum over tokens": (token_sum, {**SUM, **COUNTED}, None, "", WITHOUT_TOKENS),
     "objects and background": (detector_sum, {**SUM, **COUNTED}, None, "", WITHOUT_TOKENS),
     "a background without objects": (detector_mean, COUNTED, WRONG, "min_weight", WITHOUT_TOKENS),
-    "two means": (tokens_and_squares, {}, NO_MEAN, "Two losses", WITHOUT_TOKENS),
+    "two means": (tokens_and_squares, {}, NO_MEAN, "Several losses", WITHOUT_TOKENS),
     "two views": (info_nce, {}, NO_MEAN, "make_grad_cache_step", (normal(24, 6).abs(), normal(24, 6, seed=1).abs()))}
 
 

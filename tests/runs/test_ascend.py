@@ -61,15 +61,16 @@ RANKS = {
     "window": exchange([], [("AllReduce", EVERYBODY)]), "microbatch": exchange([("AllReduce", EVERYBODY)], []),
     "zero1": exchange([], [("ReduceScatter", EVERYBODY), ("AllGather", EVERYBODY)]),
     "zero2": exchange([("ReduceScatter", EVERYBODY)], [("AllGather", EVERYBODY)])}
-# The norm, and whether slices are finite, are sums over ranks. The figures of ZeRO hold the whole parameters, too.
+# The norm, and whether slices are finite, are sums over ranks. The whole parameters are not in these figures: rank 0's
+# values have brought them to the device before.
 SUMS, SCATTERED = [("AllReduce", EVERYBODY)] * 2, [("ReduceScatter", EVERYBODY)]
 CLIPPED = {
     "zero1_clipped": exchange([], [*SCATTERED, *SUMS, ("AllGather", EVERYBODY)]),
     "zero2_clipped": exchange(SCATTERED, [*SUMS, ("AllGather", EVERYBODY)]),
-    "memory_zero0": held(add=8.6, update=20.7), "memory_zero1": held(add=8.6, update=13.4),
-    "memory_zero2_relu": held(add=5.4, update=7.1), "memory_microbatch": held(add=8.9),
+    "memory_zero0": held(add=4.6, update=16.7), "memory_zero1": held(add=4.6, update=9.4),
+    "memory_zero2_relu": held(add=1.4, update=3.1), "memory_microbatch": held(add=4.9),
     # Negative control: the backward pass runs ahead of the exchange.
-    "memory_zero2_relu_unordered": above(7), "memory_microbatch_unordered": above(10)}
+    "memory_zero2_relu_unordered": above(4), "memory_microbatch_unordered": above(8)}
 PROCESSES = {
     "fast": Process({
         # The pass is for 16 bits.
@@ -82,19 +83,19 @@ PROCESSES = {
         "bfloat16": FUSED, "sgd_in_bfloat16": Expected(branch=None), "zero2": RANKS["zero2"],
         # A mean needs one multiplication for each gradient, a sum none.
         "token_means": Expected(between=[["MulNoNan", "Cast"]] * LAYERS, fused=[0, 0]), "token_sums": FUSED,
-        "memory_token_sums": held(add=6.2), "cell": BRANCHED,
+        "memory_token_sums": held(add=6.2), "cell": FUSED,
         "op_by_op": Expected(branch=None), "momentum_groups": held(add=8.6, update=12.1)},
         fusion=True, ranks=2, in_place=True),
     "more": Process({
-        "float16": CAST._replace(fused=[0, 0, 0]), "bfloat16": CAST, "any_length": CAST,
+        "float16": CAST, "bfloat16": CAST, "any_length": CAST,
         "any_rows": Expected(between=[["MulNoNan", "Cast"]] * LAYERS),  # what it weighs is not known before
         **{f"amp_{level}": CAST for level in ("O1", "O2", "O3", "auto")},
         **dict.fromkeys(("pieces", "alone", "noise_scale", "grad_cache"), PLAIN),
         **dict.fromkeys(("loss_scaler", "skip_window", "skip_microbatch", "by_hand", "sink"), BRANCHED)}),
     # In pieces of 6, 6 and 4 rows, the shorter last one needs a multiplication.
-    "more fused": Process({"float16": FUSED._replace(fused=[0, LAYERS, 0]), "pieces": Expected(fused=[LAYERS, 0, 0, 0]),
+    "more fused": Process({"float16": FUSED, "pieces": Expected(fused=[LAYERS, 0, 0]),
                            "any_length": FUSED, "any_rows": Expected(fused=[0, 0]),
-                           "token_sums_in_pieces": Expected(fused=[LAYERS, LAYERS, 0, 0])}, fusion=True),
+                           "token_sums_in_pieces": Expected(fused=[LAYERS, LAYERS, 0])}, fusion=True),
     "language model": Process({
         "language_model": Expected(
             between=[["MulNoNan"]] * 5, weights=("hidden.weight", "out.weight", "head.weight")),  # it counts bytes

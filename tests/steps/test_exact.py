@@ -231,6 +231,27 @@ def test_what_weighs_nothing_has_the_loss_0_and_a_bad_weight_is_nan(mode):
     step.reset()
 
 
+@pytest.mark.parametrize("mode", ["eager", "jit"])
+def test_a_clipped_update_with_a_mean_over_nothing_changes_nothing(mode):
+    """Control: the gradient is NaN."""
+    network, x = MLP(), Tensor(np.ones((4, 6)), ms.float32)
+
+    def forward_fn(x, mask):
+        return (network(x).sum(-1) * mask).sum() / mask.sum()
+
+    def weight_fn(x, mask):
+        return mask.sum()
+
+    with running("pynative" if mode == "eager" else mode):
+        step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), RATE), 1, clip_norm=1.0,
+                               weight_fn=weight_fn, eager=mode == "eager")
+        before, nothing = values(network.trainable_params()), ops.zeros(4)
+        assert np.isnan(ms.grad(forward_fn, None, network.trainable_params())(x, nothing)[0].asnumpy()).any()
+        step(x, nothing)
+    assert difference(before, values(network.trainable_params())) == 0
+    assert step.status().grad_norm == 0
+
+
 @pytest.mark.parametrize("mode", ["jit", "pynative"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_returned_weight_is_not_differentiated(reduction, mode):

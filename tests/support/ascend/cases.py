@@ -129,8 +129,7 @@ def driver_of(name, network, optimizer, weight_fn=None, **options):
 def driven(name, dtype=ms.bfloat16, optimizer=decayed, **options):
     with driver_of(name, Network(dtype), optimizer, **options) as driver:
         driver(rows(dtype))
-        if driver.mode == "pynative":  # the graphs hold the update, too
-            driver.boundary.window.close()
+        closing(driver)() if driver.mode == "graph" else driver.boundary.window.close()
         ms.runtime.synchronize()
     ms.set_context(mode=ms.GRAPH_MODE)
 
