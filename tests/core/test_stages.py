@@ -7,6 +7,7 @@ from mindspore import Parameter, Tensor, amp, nn, ops
 from support.training import sgd
 
 from ms_accum import Accumulator, Stage, make_train_step
+from ms_accum.core.stages import Called
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
@@ -54,22 +55,25 @@ def sum_loss(network):
 @pytest.mark.parametrize(("eager", "is_sum"), [(True, False), (False, False)])
 def test_a_stage_of_a_users_own_sees_each_piece_and_is_asked_once_for_each_window(eager, is_sum):
     """Its state is in checkpoints. The parameters are those without it, for all weights are doubled. A reset forgets
-    what was measured."""
+    what was measured. What an earlier stage skips stays skipped."""
     batches_of = [tensors(x, y) for x, y in batches([6, 4, 6, 6])]
+    batches_of = [tensors(np.full((6, 6), np.nan), np.zeros(6)), batches_of[0], *batches_of]
     ended = []
     for stages in ((), (Counting(),)):
         network = MLP()
         train_step = make_train_step((sum_loss if is_sum else mean_loss)(network), sgd(network), 2, pieces=2,
-                                     eager=eager, stages=stages, loss_reduction="sum" if is_sum else "mean")
-        train_step(*batches_of[0])
+                                     eager=eager, stages=stages, loss_reduction="sum" if is_sum else "mean",
+                                     on_nonfinite="skip_microbatch")
+        train_step(*batches_of[1])
         train_step.reset()
         for batch in batches_of:
             train_step(*batch)
         ended.append(values(network.trainable_params()))
     (stage,) = stages
-    assert [float(p.asnumpy()) for p in stage.state[:3]] == [2, 2, 44]
+    assert train_step.status().skipped == 2
+    assert [float(p.asnumpy()) for p in stage.state[:3]] == [3, 3, 56]
     assert float(stage.norm.asnumpy()) > 0
-    assert {f"stage0.Counting.{i}" for i in range(4)} < {*train_step.boundary.window.state}
+    assert {f"stage1.Counting.{i}" for i in range(4)} < {*train_step.boundary.window.state}
     assert difference(*ended) <= 1e-6
 
 
@@ -83,6 +87,8 @@ def test_a_stage_measures_the_gradient_of_the_mean_of_a_sum_too():
                                      eager=True, loss_reduction="sum" if is_sum else "mean", loss_scaler=scaler)
         train_step(*batch)
         norms.append(float(stage.norm.asnumpy()))
+    Called(two := (Counting(), Counting()), 4)
+    assert [one.measured for one in two] == [(4, 6), (6, 8)]
     assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
     assert norms[0] > 0
 

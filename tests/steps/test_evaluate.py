@@ -156,12 +156,15 @@ def test_nothing_else_changes(case):
 
 @pytest.mark.usefixtures("uncompiled")
 def test_no_batch_and_no_weight_are_errors():
+    """Control: with `min_weight`, it is a mean of 0."""
     data = data_of((4, 3))[0]
+    nothing = [(x, np.full_like(y, NO_TARGET)) for x, y in data]
+    assert step_for(tokens, MLP(), min_weight=1.0).evaluate(nothing) == 0
     step, used = step_for(tokens, MLP()), iter(data)
     assert step.evaluate(used) > 0
     for empty in (used, []):
         with pytest.raises(ValueError, match=r"evaluate got 0 batches .* used up"):
             step.evaluate(empty)
     with pytest.raises(ValueError, match=r"evaluate got 2 batches with weights of 0 in all, .*look for a mask"):
-        step.evaluate([(x, np.full_like(y, NO_TARGET)) for x, y in data])
+        step.evaluate(nothing)
     assert step.status().trained == 0
