@@ -191,15 +191,16 @@ class Window:
 
     def close(self) -> Tensor:
         """Update with the open window, or drop it if it is not accepted. Return a Tensor."""
-        sums, gradients = unstack(self.sums), self.buffers
+        sums, gradients, unit = unstack(self.sums), self.buffers, self.unit or 1.0
         if len(gradients) == 0:  # of one microbatch, which is empty, or is another rank's
             gradients = self.nothing_of_parameters()
-        return self.update_with(gradients, self.unit or 1.0, (*sums[:LAST], *sums[MEASURED:]), APPLIED)
+        numbers = (sums[WEIGHT], scaled(unit, sums[LOSS], ms.float32), sums[TAKEN], sums[SKIPS], *sums[MEASURED:])
+        return self.update_with(gradients, unit, numbers, APPLIED)
 
     def alone(self, gradients: Gradients, weight: Scalar, loss: Tensor) -> Tensor:
         """Update with one microbatch, without buffers: in the unit `weight`, the factor is 1. Return a Tensor."""
-        numbers = (weight, cast(loss, ms.float32), 1.0, 0.0)
-        return self.update_with(gradients, 1.0 if self.is_sum else weight, numbers, ALONE)
+        unit = 1.0 if self.is_sum else weight
+        return self.update_with(gradients, unit, (weight, scaled(unit, loss, ms.float32), 1.0, 0.0), ALONE)
 
     def update_with(self, gradients: Gradients, unit: Scalar, numbers: Numbers, applied: Tensor) -> Tensor:
         """Exchange, normalise, clip, judge, update, clear and count. Return a Tensor.
@@ -209,7 +210,6 @@ class Window:
         if isconstant(self.zero):  # op by op
             require_runnable(self.optimizer, True)
         ops.assign_add(self.counts, ops.depend(CLOSE, gradients[-1]))
-        numbers = (numbers[WEIGHT], scaled(unit, as_tensor(numbers[LOSS]), ms.float32), *numbers[TAKEN:])
         gradients, unit, numbers = self.exchange.window(gradients, unit, numbers)
         weight = numbers[WEIGHT]  # not unpacked: MindSpore warns of a part that is not used
         # The loss scale goes into the factor: to divide each gradient first would need a copy of all of them.

@@ -140,7 +140,7 @@ def factor_by_weight(self, weight):
 
 
 def alone_by_weight(self, gradients, weight, loss):
-    return self.update_with(gradients, weight, (weight, cast(loss, ms.float32) / weight, 1.0, 0.0), ALONE)
+    return self.update_with(gradients, weight, (weight, cast(loss, ms.float32), 1.0, 0.0), ALONE)
 
 
 def forward_of_weight_one(functions):
