@@ -57,6 +57,23 @@ def test_the_device_is_read_only_where_the_host_cannot_know(expected, options):
         assert len(reads) == 2 * 32 // 4
 
 
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_call_that_first_closes_a_full_window_has_updated(monkeypatch, eager):
+    """What an interrupt between a microbatch and its close leaves. Control: the next call."""
+    step = step_of(3, eager=eager)
+    step(*BATCH)
+    step(*BATCH)
+    with monkeypatch.context() as patch:
+        patch.setattr(step.boundary, "_run_close", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(*BATCH)
+    step(*BATCH)
+    assert (step.updated, step.status().mini_step, step.update_step) == (True, 1, 1)
+    step(*BATCH)
+    assert not step.updated
+    step.reset()
+
+
 def test_the_time_of_a_row_begins_at_a_reset():
     """The seconds of a dropped window are not those of the next one. Control: a microbatch leaves it."""
     train_step = step_of()
