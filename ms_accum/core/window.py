@@ -264,7 +264,7 @@ class Window:
         return unit / divisor
 
     def _accepted(self, window: dict[str, Any], numbers: Numbers) -> Tensor:
-        # A mean over nothing is 0/0; with `min_weight`, nothing is left where all was skipped.
+        # A mean over nothing is 0/0; with `min_weight`, it is 0, and a window is dropped only if all of it was skipped.
         accepted = as_tensor(numbers[TAKEN if self.min_weight > 0 else WEIGHT]) != 0
         for stage in self.called.judging:
             accepted = ops.logical_and(accepted, stage.accepts(_seen_by(stage, window, numbers)))
