@@ -51,7 +51,7 @@ def test_mindspore_still_does_what_the_page_says(monkeypatch):
 
 def test_each_trap_has_a_block_that_prints():
     _, *traps = traps_of(PAGE).items()
-    assert len(traps) == 6
+    assert len(traps) == 7
     for title, text in traps:
         assert [block for block in blocks_of(text) if block.printed], title
 
