@@ -1,9 +1,10 @@
-"""Recipes: factors of losses are exact, and so is the order in which two networks train."""
+"""Recipes: factors of losses are exact, so is the order in which two networks train, and a seed repeats a shuffle."""
 
 import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import Tensor, nn, ops
+from mindspore.dataset import NumpySlicesDataset, config
 from support.pages import PAGES, Block, blocks_of, run_blocks
 
 from ms_accum import make_train_step
@@ -43,6 +44,17 @@ def test_a_gan_trains_exactly_if_each_window_is_trained_by_one_step_and_then_the
     expected = trained_gan([(number, batch) for window in undivided for number in (0, 1) for batch in window], 1)
     assert difference(trained_gan(one_by_one, 3), expected) < 1e-5
     assert difference(trained_gan(in_turns, 3), expected) > 1e-3
+
+
+def test_a_seed_repeats_the_order_of_a_shuffled_dataset():
+    """Also behind what is skipped. Control: the seed of another epoch."""
+    def shuffled(epoch, skipped=0):
+        config.set_seed(42 + epoch)
+        dataset = NumpySlicesDataset({"data": np.arange(40)}, shuffle=True).batch(4).skip(skipped)
+        return [data.tolist() for data, in dataset.create_tuple_iterator(num_epochs=1, output_numpy=True)]
+
+    assert shuffled(0)[3:] == shuffled(0, 3)
+    assert shuffled(0) != shuffled(1)
 
 
 # After the page's blocks, on a window of uneven microbatches, one of them without positives.
