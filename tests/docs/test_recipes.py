@@ -1,4 +1,4 @@
-"""Recipes: factors of losses are exact, so is the order in which two networks train, and a seed repeats a shuffle."""
+"""Recipes: factors of losses are exact, and so is the order in which two networks train. Sentences of other pages."""
 
 import mindspore as ms
 import numpy as np
@@ -7,7 +7,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.dataset import NumpySlicesDataset, config
 from support.pages import PAGES, Block, blocks_of, run_blocks
 
-from ms_accum import make_train_step
+from ms_accum import check_equivalence, make_train_step
 from ms_accum.selftest.comparing import difference, values
 
 RNG = np.random.default_rng(0)
@@ -55,6 +55,25 @@ def test_a_seed_repeats_the_order_of_a_shuffled_dataset():
 
     assert shuffled(0)[3:] == shuffled(0, 3)
     assert shuffled(0) != shuffled(1)
+
+
+def test_a_sum_that_is_divided_by_at_least_1_is_no_weighted_mean_of_pieces_without_objects():
+    """As the page on checks says. Control: the sum."""
+    network, data = nn.Dense(8, 3), Tensor(RNG.normal(size=(8, 8)), ms.float32)
+    label = Tensor([0, 2, 2, 2, 0, 1, 1, 0], ms.int32)
+
+    def objects(data, label):
+        return (label == 2).sum()
+
+    def loss_sum(data, label):
+        return ops.cross_entropy(network(data), label, reduction="sum")
+
+    def divided(data, label):
+        return loss_sum(data, label) / ops.maximum(objects(data, label), 1)
+
+    assert "no weighted mean" in str(check_equivalence(divided, network, (data, label)))
+    assert '"no weighted mean"' in PAGES["check"]
+    assert check_equivalence(loss_sum, network, (data, label), weight_fn=objects, loss_reduction="sum").ok
 
 
 # After the page's blocks, on a window of uneven microbatches, one of them without positives.
