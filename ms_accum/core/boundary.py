@@ -144,6 +144,8 @@ class Boundary:
     def __init__(self, window: Window, rates: Rates, max_skips: Optional[int], eager: bool) -> None:
         self.window, self.rates, self.max_skips, self.eager = window, rates, max_skips, eager
         self.graphs: dict[Any, Callable] = {}
+        if eager:  # not op by op: thirty small operators would take longer than the optimizer
+            window.record = straight(window.record, window)
         self.missing: Optional[int] = window.length.missing(0, 0)
         self.updates = self.turn = 0
         self.is_closed, self.is_idle, self.is_calling, self.place = False, True, False, Place()
@@ -164,11 +166,7 @@ class Boundary:
         self.is_idle, self.is_closed = False, False
         missing, self.missing = self.known() if self.missing is None else self.missing, None
         others = self.window.exchange.meet(WINDOW if closes else MICROBATCH, pieces) - pieces
-        try:
-            result = run(*batch)
-        except Exception:
-            self.graphs = {}  # a graph in which a kernel has failed fails again (MindSpore 2.10)
-            raise
+        result = self._result_of(run, *batch)
         if others:
             self._add_nothing([PART] * others)
         if closes:
@@ -281,12 +279,15 @@ class Boundary:
             self._run("nothing", self.window.add_nothing, after)
 
     def _run(self, name: str, function: Callable, *arguments: Tensor) -> None:
+        if name not in self.graphs:
+            self.graphs[name] = self.compiled(function)
+        self._result_of(self.graphs[name], *arguments)
+
+    def _result_of(self, run: Callable, *arguments: Any) -> Any:
         try:
-            if name not in self.graphs:
-                self.graphs[name] = self.compiled(function)
-            self.graphs[name](*arguments)
+            return run(*arguments)
         except Exception:
-            self.graphs = {}
+            self.graphs = {}  # a graph in which a kernel has failed fails again (MindSpore 2.10)
             raise
 
     def compiled(self, function: Callable, inputs: Optional[Callable] = None) -> Callable:

@@ -89,6 +89,7 @@ class Window:
         unit: The unit of weights, a constant of graphs: 1, or the samples of the first piece. None: not known yet.
         called: The stages that override each method.
         drops: Whether a window may be dropped.
+        record: What clears the buffers and assigns a window's numbers, compiled also if all else runs op by op.
     """
 
     def __init__(self, optimizer: Callable, length: WindowLength, exchange: OneDevice, stages: tuple[Stage, ...],
@@ -114,6 +115,7 @@ class Window:
             stage.bind(prefix)
         self.called = Called(stages, LAST)
         self.drops = bool(self.called.weighing or self.called.judging)
+        self.record = self._record  # type: Callable[..., Tensor]
 
     # --- a piece of a microbatch --------------------------------------------------------------------------------------
 
@@ -207,8 +209,9 @@ class Window:
 
         `applied`: the change of the counts by an update.
         """
-        if isconstant(self.zero):  # op by op
+        if isconstant(self.zero):  # op by op; `record` would be compiled for each number
             require_runnable(self.optimizer, True)
+            numbers = tuple([as_tensor(number) for number in numbers])
         ops.assign_add(self.counts, ops.depend(CLOSE, gradients[-1]))
         gradients, unit, numbers = self.exchange.window(gradients, unit, numbers)
         weight = numbers[WEIGHT]  # not unpacked: MindSpore warns of a part that is not used
@@ -222,26 +225,35 @@ class Window:
             norm = norm_of(self.exchange.over(square_sum(gradients, factor)))
             norm = ops.where(as_tensor(factor) == 0, NOTHING, norm)  # of a mean that is ignored, NaN or not
             factor = factor * clip_factor(norm, self.clip_norm)
-        if not self.drops:
-            accepted = True  # type: Any
+        accepted = self._accepted(window, numbers) if self.drops else True  # type: Any
+        # What is computed before the branch and used in it is moved on Ascend, so gradients are scaled inside it.
+        if accepted:
             self._update(factor, window, numbers)
-        else:
-            accepted = self._accepted(window, numbers)
-            # What is computed before the branch and used in it is moved on Ascend, so gradients are scaled inside it.
-            if accepted:
-                self._update(factor, window, numbers)
         for stage in self.called.closing:
             stage.on_close(accepted)
+        return self.record(weight, numbers[LOSS], numbers[SKIPS], norm, accepted, applied)
+
+    def _record(self, weight: Scalar, loss: Tensor, skips: Scalar, norm: Tensor, accepted: Any, by: Tensor) -> Tensor:
+        """Clear the buffers, and assign the numbers of a window that was closed. Return its mean loss."""
         if len(self.buffers) > 0:
             self.kernels.clear(self.zero, self.buffers)
-        by = applied
         if self.drops:
-            skips = ops.maximum(cast(as_tensor(numbers[SKIPS]), ms.int32), 1 - cast(accepted, ms.int32))
-            by = ops.where(accepted, applied, DROPPED - ONE_SKIPPED + self.counts * ONE_IN_ROW) + ONE_SKIPPED * skips
+            skips = ops.maximum(cast(as_tensor(skips), ms.int32), 1 - cast(accepted, ms.int32))
+            by = ops.where(accepted, by, DROPPED - ONE_SKIPPED + self.counts * ONE_IN_ROW) + ONE_SKIPPED * skips
         if isinstance(weight, Tensor):
             by = ops.where(weight == 0, by + ONE_EMPTY, by)
-        mean = divide_no_nan(as_tensor(numbers[LOSS]), as_tensor(self.divisor(weight)))
-        rest = self._count_seen(weight, accepted)
+        mean = divide_no_nan(as_tensor(loss), as_tensor(self.divisor(weight)))
+        rest = unstack(self.sums)[REST]
+        if not isinstance(weight, Tensor) and weight % 1 == 0 and not self.drops:
+            ops.assign_add(self.seen, Tensor(int(weight), ms.int64))  # a number of samples that a graph knows
+        else:
+            counted = as_tensor(weight)
+            if self.drops:
+                counted = counted * cast(accepted, ms.float32)
+            counted = rest + ops.where(ops.isfinite(counted), counted, NOTHING)
+            whole = ops.round(counted)
+            ops.assign_add(self.seen, cast(whole, ms.int64))
+            rest = counted - whole
         ops.assign(self.sums, stack((*NONE, as_tensor(weight), mean, norm, rest, *self.no_measures)))
         ops.assign(self.counts, self.counts * KEPT + by)  # last: it takes the mark away
         # A Tensor: if a function with an `if` returns None, MindSpore cannot compile what follows for Ascend.
@@ -275,20 +287,6 @@ class Window:
             stage.on_update(_seen_by(stage, window, numbers))
         self.exchange.apply(self.optimizer, self.kernels.scale(factor, window["gradients"], self.dtypes))
         return self.counts + 0
-
-    def _count_seen(self, weight: Scalar, accepted: Any) -> Tensor:
-        """Add the weight of an update to `seen`. Return the fraction that is left. NaN and infinity add nothing."""
-        rest = unstack(self.sums)[REST]
-        if not isinstance(weight, Tensor) and weight % 1 == 0 and not self.drops:
-            ops.assign_add(self.seen, Tensor(int(weight), ms.int64))  # a number of samples that a graph knows
-            return rest
-        counted = as_tensor(weight)
-        if self.drops:
-            counted = counted * cast(accepted, ms.float32)
-        counted = rest + ops.where(ops.isfinite(counted), counted, NOTHING)
-        whole = ops.round(counted)
-        ops.assign_add(self.seen, cast(whole, ms.int64))
-        return counted - whole
 
     # --- for the host -------------------------------------------------------------------------------------------------
 
