@@ -232,7 +232,7 @@ def test_the_report_is_made_of_the_records(tmp_path):
 def test_readme_and_the_page_have_the_records_figures():
     small, *large = (group["contestants"] for group in read("strategies")["groups"])
     shown = ("undivided", "pytorch-eager", "pytorch-compiled", "jax-scan", "jax-multisteps", "parallel-nn", "boost",
-             "ms_accum-by-hand", "ms_accum")
+             "mindcv", "ms_accum-by-hand", "ms_accum")
     assert f"| {' | '.join(ratio(small[name]) for name in shown)} |" in PAGE
     shown = "undivided", "tutorial", "boost", "parallel-nn", "ms_accum", "ms_accum-pieces"
     for network, ways in zip(("MLP", "CNN", "transformer"), large, strict=True):
