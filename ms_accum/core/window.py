@@ -110,9 +110,9 @@ class Window:
         self.zero = state_parameter(f"{prefix}.zero", (), ms.float32)
         self.no_measures = (NOTHING,) * measured
         self.unit = 1.0 if reduction == "sum" or is_sum or exchange.sums_each else None  # type: Optional[float]
-        for stage in stages:
+        for i, stage in enumerate(stages):
             stage.exchange = exchange
-            stage.bind(prefix)
+            stage.bind(f"{prefix}.stage{i}")
         self.called = Called(stages, LAST)
         self.drops = bool(self.called.weighing or self.called.judging)
         self.record = self._record  # type: Callable[..., Tensor]
