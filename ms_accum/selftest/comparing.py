@@ -14,7 +14,7 @@ def values(parameters: Iterable[Tensor]) -> list[np.ndarray]:
 
 def difference(got: Iterable[np.ndarray], expected: Iterable[np.ndarray]) -> float:
     """Return the largest difference, relative to the largest magnitude of each array (absolute if that is 0)."""
-    return max(np.abs(g - e).max() / (np.abs(e).max() or 1.0) for g, e in zip(got, expected))
+    return float(np.max([np.abs(g - e).max() / (np.abs(e).max() or 1.0) for g, e in zip(got, expected)]))
 
 
 def relative(got: Iterable[np.ndarray], expected: Iterable[np.ndarray]) -> float:
