@@ -14,7 +14,7 @@ from ..core.accumulator import Options, boundary_of
 from ..core.window import PART, Window
 from ..tensors import FLOATS, cast, reshape, stack
 from .batch import Cut, checked_loss, places_of, positional, select_rows, starts_of
-from .forward import Functions
+from .forward import Functions, reported
 from .pieces import ends_of
 from .train_mode import checked_networks
 from .train_step import Layout, TrainStep
@@ -158,7 +158,7 @@ def in_cached_pieces(  # noqa: C901 - one algorithm, in the order in which it ru
             raise ValueError(_DIFFER)
         for (start, rows), end in [*zip(calls, ends)][1:]:
             loss = backward_of(rows)(start, end, loss, cotangents, *batch)
-        return loss
+        return reported(window, loss, float(samples))
 
     return train, lambda *batch: looked(ops.concat(represent(batch)), *batch)
 

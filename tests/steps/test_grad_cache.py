@@ -63,17 +63,18 @@ BATCHES = [pairs(7), pairs(4, 2), pairs(0), pairs(5, 3)]
 
 
 def moved(accumulate_step, pieces, way="pynative", **options):
-    """How one epoch moves the parameters, and its losses; pieces 0: by a step that takes the undivided batch."""
+    """How one epoch moves the parameters, and its losses. If windows of NaN are dropped, one comes first."""
     towers, encode, loss_fn, _ = two_towers()
     before, optimizer = values(towers.trainable_params()), nn.SGD(towers.trainable_params(), 0.5)
     with running(way):
         step = make_grad_cache_step(encode, loss_fn, optimizer, accumulate_step, pieces=pieces, **options)
-        losses = [float(loss) for loss in step.epoch(BATCHES)]
+        bad = [tuple(part * np.nan for part in pairs(4))] * 3 if "on_nonfinite" in options else []
+        losses = [float(loss) for loss in step.epoch(bad + BATCHES)][len(bad):]
         status = step.status()
     return [after - old for after, old in zip(values(towers.trainable_params()), before)], losses, status
 
 
-def by_mindspore(clip_norm=np.inf):
+def by_mindspore(clip_norm=np.inf, min_weight=0, **_):
     """The same in windows of three and one by MindSpore alone: batches weigh their samples."""
     towers, _, _, undivided = two_towers()
     before, losses = values(towers.trainable_params()), []
@@ -81,8 +82,8 @@ def by_mindspore(clip_norm=np.inf):
     grad_fn = ms.value_and_grad(undivided, None, optimizer.parameters)
     for window in (BATCHES[:2], BATCHES[3:]):
         found = [(len(batch[0]), *grad_fn(*batch)) for batch in window]
-        losses += [float(loss) for _, loss, _ in found]
-        mean = [sum(n * g.asnumpy() for (n, _, _), g in zip(found, of_one)) / sum(n for n, _, _ in found)
+        losses += [float(loss) * n / max(n, min_weight) for n, loss, _ in found]
+        mean = [sum(n * g.asnumpy() for (n, _, _), g in zip(found, of_one)) / max(sum(n for n, *_ in found), min_weight)
                 for of_one in zip(*(gradients for _, _, gradients in found))]
         norm = np.sqrt(sum((g**2).sum() for g in mean))
         optimizer(tuple(Tensor(g * min(1, clip_norm / (norm + 1e-6)), ms.float32) for g in mean))
@@ -91,15 +92,16 @@ def by_mindspore(clip_norm=np.inf):
 
 @pytest.mark.parametrize(("pieces", "way", "options"), [
     (1, "pynative", {}), (2, "pynative", {"loss_scaler": amp.StaticLossScaler(2.0**20)}),
-    (3, "pynative", {"clip_norm": 0.1}), (9, "pynative", {"on_nonfinite": "skip_window"}),
+    (3, "pynative", {"clip_norm": 0.1, "min_weight": 6.0}), (9, "pynative", {"on_nonfinite": "skip_window"}),
     pytest.param(2, "jit", {"clip_norm": 0.1}, marks=pytest.mark.slow)])
 def test_windows_are_those_of_undivided_batches(pieces, way, options):
     """Control: small batches have other negatives, and another gradient and loss."""
     found, losses, status = moved(3, pieces, way, **options)
-    expected, plain = by_mindspore(options.get("clip_norm", np.inf))
+    expected, plain = by_mindspore(**options)
     assert relative(found, expected) < 1e-5
     assert losses == pytest.approx([*plain[:2], 0, plain[2]], rel=1e-5)
     assert (status.update_step, status.seen, status.trained, status.weight) == (2, 16, 0, 5)
+    assert status.skipped == ("on_nonfinite" in options)
     assert status.loss == pytest.approx(plain[2], rel=1e-5)
     if pieces == 3:
         towers, _, _, undivided = two_towers()
