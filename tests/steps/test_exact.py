@@ -1,36 +1,59 @@
-"""Drawn runs of a train step against an oracle in NumPy: windows, weights, pieces, sums, clipping, skipping."""
+"""Drawn runs of a train step against an oracle in NumPy: windows, weights, pieces, sums, clipping, skipping, a stage of
+a user's own, resets, and runs that another one goes on with."""
 import random
+from itertools import combinations, islice
 from types import SimpleNamespace
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, amp, nn, ops
+from mindspore import Parameter, Tensor, amp, nn, ops
 from support import reference
-from support.modes import running
+from support.modes import recorded_warnings, running
 
-from ms_accum import make_train_step, until_weight
+from ms_accum import Stage, load_checkpoint, make_train_step, save_checkpoint, until_weight
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP
+from ms_accum.tensors import as_tensor
 
 pytestmark = pytest.mark.core
-RATE = 0.5
+RATE = 0.25
 
 
 def drawn(seed):
-    """What is trained: microbatches of (x, y, mask), some of them empty, without a token, or NaN."""
+    """What is trained: microbatches of (x, y, mask), some of them empty, without a token, or NaN.
+
+    A mask holds what each sample weighs; 0 takes it out of the loss. After `reset_at`, the step is reset; after `stop`
+    microbatches, another run goes on with a file. `eager`: where nothing is compiled; then weights may be numbers.
+    """
     choose, rng = random.Random(seed), np.random.default_rng(seed)
     kind = choose.choice(["samples", "tokens", "returned", "sum", "returned sum", "objects"])
     policy = choose.choice(["apply", "apply", "skip_window", "skip_microbatch", "scaled"])
     sizes = [choose.choice([6, 6, 4, 1, 5, 0]) for _ in range(9)]
-    data = [(rng.normal(size=(n, 6)), rng.integers(0, 3, n), rng.random(n) < choose.choice([0, 0.6, 1])) for n in sizes]
-    if policy.startswith("skip"):
-        data[choose.randrange(9)][0][:] = np.nan
+    data = [(rng.normal(size=(n, 6)), rng.integers(0, 3, n),
+             (rng.random(n) < choose.choice([0, 0.6, 0.6, 1])) * choose.choice([1.0, 1.0, 1.5, 2.75])) for n in sizes]
+    nan = choose.choice([0, 2]) if policy != "apply" else None
+    for place in [i for i, n in enumerate(sizes) if n][1::4] if nan is not None else ():
+        data[place][2][:] = 1.0
+        data[place][nan][:] = np.nan
     return SimpleNamespace(
-        kind=kind, policy=policy, data=data, pieces=choose.choice([1, 1, 2, 3, 7]), axis=choose.choice([0, 0, 1]),
-        length=choose.choice([1, 2, 4, {0: 1, 2: 3}, until_weight(9.0, at_most=4)]),
+        kind=kind, policy=policy, nan=nan, data=data, pieces=choose.choice([1, 1, 2, 3, 7]),
+        axis=choose.choice([0, 0, 1]), length=choose.choice([1, 2, 4, {0: 1, 2: 3}, until_weight(9.0, at_most=4)]),
         clip_norm=choose.choice([None, 0.05, float("inf")]), by_name=choose.random() < 0.5,
-        min_weight=choose.choice([None, None, 4.0]))
+        min_weight=choose.choice([None, None, 4.0, 12.0]), watches=choose.choice([0, 0, 0, 1, 2]),
+        reset_at=choose.choice([None, None, 0, 4]), stop=choose.choice([None, None, 2, 6]),
+        eager=choose.random() < 0.5, numbers=nan != 2 and choose.random() < 0.5)
+
+
+def together(count, among=100):
+    """Seeds of runs in which most pairs of options occur."""
+    pairs = {seed: {*combinations(sorted((name, str(value)) for name, value in vars(drawn(seed)).items()
+                                         if name != "data"), 2)} for seed in range(among)}
+    seeds, found = [], set()
+    while len(seeds) < count:
+        seeds.append(max(pairs, key=lambda seed: len(pairs[seed] - found)))
+        found |= pairs[seeds[-1]]
+    return seeds
 
 
 def pieces_of(case, x, y, mask):
@@ -41,9 +64,10 @@ def pieces_of(case, x, y, mask):
     rows = max(-(-len(x) // case.pieces), 1)
     for start in range(0, len(x), rows):
         part = slice(start, start + rows)
-        kept = np.ones(len(y[part]), bool) if case.kind == "samples" else mask[part]
+        weights = np.ones(len(y[part])) if case.kind == "samples" else mask[part]
+        kept, factor = weights != 0, 1.0 if is_sum(case) else weights.max()
         background = [(0.5 * (case.kind == "objects"), x[part], y[part])] * is_sum(case)  # a sum of 0 * NaN is NaN
-        yield int(kept.sum()), [(1.0, x[part][kept], y[part][kept]), *background]
+        yield weights.sum(), [(factor, x[part][kept], y[part][kept]), *background]
 
 
 def is_sum(case):
@@ -65,7 +89,7 @@ def oracle(case, weigh=True, flushes=True):
     """The parameters, the losses, and what is counted. `weigh`: False takes a mean of means."""
     parameters = [np.array(p, np.float64) for p in values(MLP().trainable_params())]
     n = SimpleNamespace(update_step=0, closed_windows=0, skipped=0, skipped_in_row=0, empty_windows=0, seen=0,
-                        loss=0.0, weight=0, grad_norm=np.nan)
+                        loss=0.0, weight=0, grad_norm=np.nan, weights=np.nan, spread=np.nan, squares=np.nan)
     losses, window, held, least = [], [], 0, case.min_weight or 0
 
     def close():
@@ -73,7 +97,7 @@ def oracle(case, weigh=True, flushes=True):
         taken = [one for one in window if not one[3]]
         n.weight = sum(weight for weight, *_ in taken)
         divisor = max(n.weight, least) if weigh else len(taken)
-        gradient = [sum([g[i] / (1 if weigh else weight) for weight, _, g, _ in taken], 0 * p) / (divisor or 1)
+        gradient = [sum([g[i] / (divisor * (1 if weigh else weight)) for weight, _, g, _ in taken if divisor], 0 * p)
                     for i, p in enumerate(parameters)]
         n.loss = sum(loss for _, loss, *_ in taken) / divisor if divisor else 0.0
         dropped = case.policy != "apply" and (not (taken if least else n.weight)
@@ -84,17 +108,20 @@ def oracle(case, weigh=True, flushes=True):
             factor = 1 if case.clip_norm is None else min(1, case.clip_norm / (norm + 1e-6))
             parameters = [p - RATE * factor * g for p, g in zip(parameters, gradient)]
             n.seen += n.weight
+            if case.watches:
+                n.weights, n.squares = n.weight, ((gradient[-1] * divisor / (n.weight or np.nan))**2).sum()
+                n.spread = sum((g[-1]**2).sum() / weight for weight, _, g, _ in taken if weight)
         n.skipped += max(sum(skipped for *_, skipped in window), int(dropped))
         n.update_step, n.closed_windows = n.update_step + (not dropped), n.closed_windows + 1
         n.skipped_in_row, n.empty_windows = (n.skipped_in_row + 1) * dropped, n.empty_windows + (n.weight == 0)
         window.clear()
         held = 0
 
-    for batch in case.data:
+    for i, batch in enumerate(case.data):
         found = []
         for weight, parts in pieces_of(case, *batch):
             loss, gradient = sums_of(parameters, parts)
-            found.append((weight, loss, gradient, case.policy == "skip_microbatch" and np.isnan(loss)))
+            found.append((weight, loss, gradient, case.policy == "skip_microbatch" and np.isnan(loss + weight)))
         divisor = max(sum(weight for weight, *_ in found), least)
         losses.append(sum(loss for _, loss, *_ in found) / divisor if divisor else 0.0)
         window += found
@@ -103,39 +130,66 @@ def oracle(case, weigh=True, flushes=True):
         counted = sum(weight for weight, *_, skipped in window if not skipped)
         if held >= length or counted >= getattr(case.length, "budget", np.inf):
             close()
+        if i == case.reset_at:
+            window.clear()
+            held = n.skipped_in_row = 0
     if held and flushes:
         close()
+    whole = [(weight, sums_of(parameters, parts)[0])
+             for batch in case.data for weight, parts in pieces_of(case, *batch)]
+    n.evaluated = sum(loss for _, loss in whole) / max(sum(weight for weight, _ in whole), least)
     return parameters, np.array(losses), n
 
 
-def functions_of(case, network):
+@ms.jit_class
+class Watching(Stage):
+    """Note the weights of an update's pieces, the spread of their gradients, and the square of their mean."""
+
+    measures = 2
+
+    def __init__(self):
+        self.noted = Parameter(Tensor(np.zeros(3), ms.float32), name="noted", requires_grad=False)
+        self.state = (self.noted,)
+
+    def measure(self, gradients, factor, weight):
+        spread, weight = ops.square(gradients[-1] * factor).sum() * weight, as_tensor(weight)
+        return weight, ops.where(weight > 0, spread, ops.zeros_like(weight))
+
+    def on_update(self, window):
+        mean = window["gradients"][-1] * (window["unit"] / window["weight"])
+        ops.assign(self.noted, ops.stack((*window["measured"], ops.square(mean).sum())))
+
+
+def functions_of(case, network, eager):
+    def number(weight):
+        return float(weight.asnumpy()) if eager and case.numbers else weight
+
     def losses_of(x, y):
         return ops.cross_entropy(network(x if case.axis == 0 else x.T), y, reduction="none")
 
     def samples(x, y, mask):
         return losses_of(x, y).mean()
 
+    def summed(x, y, mask):
+        return (losses_of(x, y) * (mask != 0)).sum()
+
     def tokens(x, y, mask):
-        return (losses_of(x, y) * mask).sum() / mask.sum()
+        return summed(x, y, mask) / (mask != 0).sum()
 
     def returned(x, y, mask):
-        return (losses_of(x, y) * mask).sum() / mask.sum(), mask.sum()
-
-    def summed(x, y, mask):
-        return (losses_of(x, y) * mask).sum()
+        return tokens(x, y, mask), number(mask.sum())
 
     def objects(x, y, mask):
-        losses = losses_of(x, y)
-        return (losses * mask).sum() + 0.5 * losses.sum()
+        return summed(x, y, mask) + 0.5 * losses_of(x, y).sum()
 
     def returned_sum(x, y, mask):
-        return (losses_of(x, y) * mask).sum(), mask.sum()
+        return summed(x, y, mask), number(mask.sum())
 
     def weight_fn(mask):
-        return mask.sum()
+        return number(mask.sum())
 
     def weight_of_all(x, y, mask):
-        return mask.sum()
+        return number(mask.sum())
 
     weigh = weight_fn if case.by_name else weight_of_all
     return {"samples": (samples, {}), "tokens": (tokens, {"weight_fn": weigh}),
@@ -146,39 +200,54 @@ def functions_of(case, network):
 
 
 def ours(case, mode):
-    network = MLP()
-    forward_fn, options = functions_of(case, network)
-    scaler = {"loss_scaler": amp.StaticLossScaler(2.0**7)} if case.policy == "scaled" else {}
-    policy = {} if case.policy == "scaled" else {"on_nonfinite": case.policy}
-    with running("pynative" if mode == "eager" else mode):
-        step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), RATE), case.length, pieces=case.pieces,
-                               batch_axis=case.axis, clip_norm=case.clip_norm, min_weight=case.min_weight,
-                               max_skips=None, eager=mode == "eager", **policy, **scaler, **options)
-        data = [(np.float32(x if case.axis == 0 else x.T), np.int32(y), np.float32(mask)) for x, y, mask in case.data]
-        given = [dict(zip(("x", "y", "mask"), batch)) for batch in data] if case.by_name else data
-        losses = [float(loss) for loss in step.epoch(given)]
-    return values(network.trainable_params()), np.array(losses), step.status()
+    """The parameters, the losses, and what is counted. A run that is stopped goes on in another one."""
+    eager, losses = case.eager and mode != "jit", []
+    policy = {"on_nonfinite": case.policy} if case.policy != "scaled" else {"loss_scaler": amp.StaticLossScaler(2.0**7)}
+    data = [(np.float32(x if case.axis == 0 else x.T), np.int32(y), np.float32(mask)) for x, y, mask in case.data]
+    given = [dict(zip(("x", "y", "mask"), batch)) for batch in data] if case.by_name else data
+    for stop in (case.stop, None):
+        network, stages = MLP(), tuple(Watching() for _ in range(case.watches))
+        forward_fn, options = functions_of(case, network, eager)
+        with running(mode), recorded_warnings():
+            step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), RATE), case.length, max_skips=None,
+                                   pieces=case.pieces, batch_axis=case.axis, clip_norm=case.clip_norm, stages=stages,
+                                   min_weight=case.min_weight, eager=eager, network=network, **policy, **options)
+            if losses:
+                load_checkpoint("run.safetensors", network, step)
+            losses = losses[:step.trained]
+            for loss in islice(step.epoch(given, skip=step.trained), stop):
+                losses.append(float(loss))
+                if len(losses) - 1 == case.reset_at:
+                    step.reset()
+            if step.epochs:
+                evaluated = step.evaluate(given) if step.status().seen else np.nan  # there is no mean
+                break
+            save_checkpoint("run.safetensors", network, step)
+    noted = stages[-1].noted.asnumpy() if stages else [np.nan] * 3
+    return values(network.trainable_params()), np.array(losses), {
+        **step.status()._asdict(), **dict(zip(("weights", "spread", "squares"), noted)), "evaluated": evaluated}
 
 
 def off(case, mode, **changes):
     """How far a training is from the oracle's: its parameters, its losses, and what is counted otherwise."""
     parameters, losses, status = ours(case, mode)
     expected, expected_losses, n = oracle(case, **changes)
-    counted = {name: (getattr(status, name), value) for name, value in vars(n).items()
-               if np.isfinite(value) and getattr(status, name) != pytest.approx(value, rel=1e-5, abs=1e-6)}
+    counted = {name: (status[name], value) for name, value in vars(n).items() if np.isfinite(value)
+               and status[name] != pytest.approx(value, rel=1e-5, abs=0.5 if name == "seen" else 1e-6)}
     np.testing.assert_array_equal(np.isnan(losses), np.isnan(expected_losses))
     return difference(parameters, expected), np.nanmax(np.abs(losses - expected_losses)), counted
 
 
-@pytest.mark.parametrize("mode", ["pynative", "eager"])
-@pytest.mark.parametrize("seed", [*range(14), 67, *(  # 67: windows of one microbatch, without buffers
-    pytest.param(i, marks=pytest.mark.slow) for i in range(14, 60))])
-def test_any_run_op_by_op_is_that_of_the_oracle(seed, mode):
+FAST = together(28)
+
+
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] * (i not in FAST)) for i in range(100)])
+def test_any_run_op_by_op_is_that_of_the_oracle(seed):
     case = drawn(seed)
     print({**vars(case), "data": [len(x) for x, _, _ in case.data]})
-    moved, losses, counted = off(case, mode)
+    moved, losses, counted = off(case, "pynative")
     assert counted == {}
-    assert (moved < 5e-6, losses < 5e-6) == (True, True), (moved, losses)
+    assert (moved < 3e-5, losses < 3e-5) == (True, True), (moved, losses)
 
 
 @pytest.mark.parametrize("seed", [60, *(pytest.param(i, marks=pytest.mark.slow) for i in range(61, 80))])
@@ -189,22 +258,23 @@ def test_any_run_in_graphs_is_that_of_the_oracle(seed):
     print({**vars(case), "data": [len(x) for x, _, _ in case.data]})
     moved, losses, counted = off(case, "jit")
     assert counted == {}
-    assert (moved < 5e-6, losses < 5e-6) == (True, True), (moved, losses)
+    assert (moved < 3e-5, losses < 3e-5) == (True, True), (moved, losses)
 
 
 def test_the_oracle_finds_a_mean_of_means_a_lost_window_and_a_lost_background():
     """Negative controls."""
     case = drawn(1)
     case.policy, case.kind, case.length, case.clip_norm, case.axis, case.pieces = "apply", "tokens", 4, None, 0, 1
-    case.min_weight = None
+    case.min_weight = case.stop = case.reset_at = None
     rng = np.random.default_rng(0)
-    case.data = [(rng.normal(size=(n, 6)), rng.integers(0, 3, n), rng.random(n) < 0.6) for n in (6, 4, 6, 5, 6, 6)]
+    case.data = [(rng.normal(size=(n, 6)), rng.integers(0, 3, n), np.float32(rng.random(n) < 0.6))
+                 for n in (6, 4, 6, 5, 6, 6)]
     assert off(case, "pynative")[0] < 5e-6
     assert off(case, "pynative", weigh=False)[0] > 1e-3
     moved, _, counted = off(case, "pynative", flushes=False)
     assert moved > 1e-3
     assert {"update_step", "closed_windows", "seen"} <= {*counted}
-    case.kind, case.data, case.min_weight = "objects", [(x, y, mask & False) for x, y, mask in case.data], 1.0
+    case.kind, case.data, case.min_weight = "objects", [(x, y, mask * 0) for x, y, mask in case.data], 1.0
     assert off(case, "pynative")[0] < 5e-6
     case.min_weight = None  # the background is ignored
     assert difference(ours(case, "pynative")[0], values(MLP().trainable_params())) == 0
@@ -246,7 +316,7 @@ def test_a_clipped_update_with_a_mean_over_nothing_changes_nothing(mode):
         return (network(x).sum(-1) * mask).sum() / mask.sum()
 
     def weight_fn(x, mask):
-        return mask.sum()
+        return mask.sum() if mode == "jit" else float(mask.sum())
 
     with running("pynative" if mode == "eager" else mode):
         step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), RATE), 1, clip_norm=1.0,
@@ -255,7 +325,7 @@ def test_a_clipped_update_with_a_mean_over_nothing_changes_nothing(mode):
         assert np.isnan(ms.grad(forward_fn, None, network.trainable_params())(x, nothing)[0].asnumpy()).any()
         step(x, nothing)
     assert difference(before, values(network.trainable_params())) == 0
-    assert step.status().grad_norm == 0
+    assert (step.status().grad_norm, step.status().empty_windows) == (0, 1)
 
 
 @pytest.mark.parametrize("mode", ["jit", "pynative"])
