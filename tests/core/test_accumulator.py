@@ -19,17 +19,19 @@ RATE = 0.5
 
 
 def drawn(seed):
-    """What is trained: each microbatch is (gradient, weight)."""
+    """What is trained: each microbatch is (gradient, weight). `on_host`: whether the host closes windows."""
     choose = random.Random(seed)
     rng = np.random.default_rng(seed)
-    weights = choose.choice([(1.0,), (3.0, 5.0, 0.5), (4.0, 0.0, 2.0), (0.25,)])
-    microbatches = [(rng.normal(size=3).astype(np.float32), choose.choice(weights)) for _ in range(11)]
     policy = choose.choice(["apply", "skip_window", "skip_microbatch"])
+    weights = [(1.0,), (3.0, 5.0, 0.5), (4.0, 0.0, 2.0), (0.25,), (3.0, np.nan)]
+    weights = choose.choice(weights[:4] if policy == "apply" else weights)
+    microbatches = [(rng.normal(size=3).astype(np.float32), choose.choice(weights)) for _ in range(11)]
     if policy != "apply":
         for place in choose.sample(range(11), choose.choice([0, 2, 5])):
             microbatches[place][0][1] = choose.choice([np.nan, np.inf])
     return SimpleNamespace(
-        microbatches=microbatches, policy=policy, as_tensors=choose.random() < 0.5,
+        microbatches=microbatches, policy=policy, as_tensors=choose.random() < 0.5 or np.nan in weights,
+        on_host=choose.random() < 0.3, min_weight=choose.choice([None, None, 3.0, 9.0]),
         length=choose.choice([1, 2, 4, {0: 1, 2: 3}, until_weight(6.0, at_most=5)]),
         reduction=choose.choice(["mean", "mean", "sum"]), clip_norm=choose.choice([None, 0.7, float("inf")]),
         scale=choose.choice([None, 2.0**10, "dynamic"]) if policy != "skip_microbatch" else None)
@@ -44,20 +46,21 @@ def length_of(case, updates):
 def trained(case, until=11, divides=None):
     """The parameter, and what is counted, after so many microbatches and a flush. `divides`: another denominator."""
     w, n = np.ones(3), SimpleNamespace(update_step=0, closed_windows=0, skipped=0, skipped_in_row=0, empty_windows=0,
-                                       seen=0.0, weight=0.0, grad_norm=np.nan)
-    window = []
+                                       seen=0.0, weight=0.0, grad_norm=np.nan, closed=[])
+    window, least = [], case.min_weight or 0.0
+
+    def is_skipped(g, weight):
+        return bool(case.policy == "skip_microbatch" and weight and not np.isfinite(weight * g).all())
 
     def close():
         nonlocal w
-        skips = sum(not np.isfinite(g).all() for g, weight in window if weight) * (case.policy == "skip_microbatch")
-        kept = [(g, weight) for g, weight in window
-                if weight and (case.policy != "skip_microbatch" or np.isfinite(g).all())]
-        total = sum((np.float64(weight) * g for g, weight in kept), np.zeros(3))
-        n.weight = sum(weight for _, weight in kept)
-        divisor = {"mean": n.weight, "sum": 1.0}[case.reduction] if divides is None else divides
+        taken = [(g, weight) for g, weight in window if not is_skipped(g, weight)]
+        total = sum((np.float64(weight) * g for g, weight in taken if weight), np.zeros(3))
+        n.weight = sum(weight for _, weight in taken)
+        divisor = {"mean": max(n.weight, least), "sum": 1.0}[case.reduction] if divides is None else divides
         gradient = total / divisor if divisor else np.zeros(3)
         drops = case.policy != "apply" or case.scale is not None
-        dropped = drops and (n.weight == 0 or not np.isfinite(gradient).all())
+        dropped = drops and (not (taken if least else n.weight) or not np.isfinite(gradient).all())
         norm = np.linalg.norm(gradient)
         n.grad_norm = norm if case.clip_norm is not None else np.nan
         if not dropped:
@@ -65,15 +68,17 @@ def trained(case, until=11, divides=None):
             w = w - RATE * factor * gradient
             n.seen += n.weight
         n.update_step, n.closed_windows = n.update_step + (not dropped), n.closed_windows + 1
-        n.skipped, n.skipped_in_row = n.skipped + max(skips, int(dropped)), (n.skipped_in_row + 1) * dropped
+        n.skipped += max(len(window) - len(taken), int(dropped))
+        n.skipped_in_row = (n.skipped_in_row + 1) * dropped
         n.empty_windows += n.weight == 0
         window.clear()
 
     for pair in case.microbatches[:until]:
         window.append(pair)
         budget = getattr(case.length, "budget", None)
-        held = sum(weight for g, weight in window if case.policy != "skip_microbatch" or np.isfinite(g).all())
-        if len(window) >= length_of(case, n.update_step) or (budget and held >= budget):
+        held = sum(weight for g, weight in window if not is_skipped(g, weight))
+        n.closed.append(int(len(window) >= length_of(case, n.update_step) or (budget and held >= budget) or 0))
+        if n.closed[-1]:
             close()
     if window:
         close()
@@ -86,26 +91,28 @@ def ours(case, mode):
     if isinstance(case.scale, float):
         scaler = amp.StaticLossScaler(case.scale)
     accumulator = Accumulator(nn.SGD([parameter], RATE), case.length, case.clip_norm, reduction=case.reduction,
-                              on_nonfinite=case.policy, max_skips=None, loss_scaler=scaler)
+                              on_nonfinite=case.policy, max_skips=None, loss_scaler=scaler, min_weight=case.min_weight)
+    closed = []
 
     def step(gradient, weight):
         scaled = gradient * accumulator.scaled(Tensor(1.0))  # as a backward pass does
-        return accumulator((scaled,), weight)
+        return (accumulator.add if case.on_host else accumulator)((scaled,), weight)
 
     step = compiled(step, mode)
     for gradient, weight in case.microbatches:
-        step(Tensor(gradient), Tensor(weight, ms.float32) if case.as_tensors else weight)
+        result = step(Tensor(gradient), Tensor(weight, ms.float32) if case.as_tensors else weight)
+        closed.append(int(accumulator.close() if case.on_host else result))
     accumulator.flush()
-    return parameter.asnumpy(), accumulator.status()
+    return parameter.asnumpy(), accumulator.status(), closed
 
 
 def off(case, mode, **changes):
     """How far a training is from the oracle's, in its parameter and in all that is counted."""
-    (w, status), (expected, n) = ours(case, mode), trained(case, **changes)
+    (w, status, closed), (expected, n) = ours(case, mode), trained(case, **changes)
     wrong = {name: (getattr(status, name), value) for name, value in vars(n).items()
-             if name not in ("grad_norm", "seen")
+             if name not in ("grad_norm", "seen", "closed")
              and getattr(status, name) != pytest.approx(value, rel=1e-6, nan_ok=True)}
-    assert status.mini_step == 0
+    assert (status.mini_step, closed[:len(n.closed)]) == (0, n.closed)
     wrong |= {} if abs(status.seen - n.seen) <= 0.5 + 1e-6 * n.seen else {"seen": (status.seen, n.seen)}
     if np.isfinite(n.grad_norm):
         wrong |= {} if status.grad_norm == pytest.approx(n.grad_norm, rel=1e-5) else {"norm": status.grad_norm}
@@ -135,6 +142,7 @@ def test_the_oracle_finds_a_wrong_denominator_and_a_lost_window():
     """Negative control of both."""
     case = drawn(0)
     case.policy, case.scale, case.reduction, case.clip_norm, case.length = "apply", None, "mean", None, 4
+    case.min_weight = None
     case.microbatches = [(np.float32([1, 2, 3]), 2.0)] * 11
     assert off(case, "pynative")[0] < 1e-6
     assert off(case, "pynative", divides=4.0)[0] > 0.1
