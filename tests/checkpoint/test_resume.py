@@ -16,7 +16,7 @@ from support.model_runs import make_cell
 from support.modes import recorded_warnings
 from support.training import bits, masked_batches, masked_step, train_epochs
 
-from ms_accum import CheckpointError, load_checkpoint, save_checkpoint
+from ms_accum import Accumulator, CheckpointError, load_checkpoint, save_checkpoint
 from ms_accum.core.window import CLOSING, LOADING, change
 from ms_accum.selftest.networks import MLP, batches, tensors
 
@@ -111,6 +111,9 @@ def test_what_may_change_is_taken_from_the_script(run):
     assert resumed(updates[1], network, other) == end
     assert [*units, other.boundary.window.unit] == [3, 8, 8]
     assert other.boundary.graphs is not graphs
+    by_hand = Accumulator(nn.Adam(network.trainable_params(), 0.01), 4, reduction="mean")
+    load_checkpoint(updates[1], network, by_hand)
+    assert by_hand.window.unit == 1  # in the user's own graph
 
 
 def test_a_file_inside_an_epoch_is_the_one_thing_that_is_remembered(run):

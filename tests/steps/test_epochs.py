@@ -100,8 +100,9 @@ def test_an_epoch_without_batches_and_one_that_is_left():
     for _ in step.epoch(DATA):
         break
     assert (step.epochs, step.trained, step.status().mini_step) == (1, 1, 1)
-    with pytest.raises(RuntimeError, match=r"^a window of 1 microbatch\(es\) is open, .* flush\(\) applies it"):
-        next(step.epoch(DATA))
+    for skip in (None, 2):
+        with pytest.raises(RuntimeError, match=r"^a window of 1 microbatch\(es\) is open, .* flush\(\) applies it"):
+            next(step.epoch(DATA, skip=skip))
     step.reset()
     assert len(list(step.epoch(islice(DATA, 3)))) == 3
     assert (step.epochs, step.trained) == (2, 0)
