@@ -1,5 +1,5 @@
 """Stages: a stage of a user's own, what of a loss scaler is state, and what is no scaler. What NaN does is drawn in
-test_accumulator.py."""
+test_accumulator.py, what a stage measures in test_exact.py."""
 import mindspore as ms
 import numpy as np
 import pytest
@@ -7,7 +7,6 @@ from mindspore import Parameter, Tensor, amp, nn, ops
 from support.training import sgd
 
 from ms_accum import Accumulator, Stage, make_train_step
-from ms_accum.core.stages import Called
 from ms_accum.selftest.comparing import difference, values
 from ms_accum.selftest.networks import MLP, batches, mean_loss, tensors
 
@@ -43,17 +42,8 @@ class Counting(Stage):
         ops.assign_add(self.closed, ops.cast(applied, ms.float32))
 
 
-def sum_loss(network):
-    mean = mean_loss(network)
-
-    def forward_fn(x, y):
-        return mean(x, y) * x.shape[0]
-
-    return forward_fn
-
-
-@pytest.mark.parametrize(("eager", "is_sum"), [(True, False), (False, False)])
-def test_a_stage_of_a_users_own_sees_each_piece_and_is_asked_once_for_each_window(eager, is_sum):
+@pytest.mark.parametrize("eager", [True, False])
+def test_a_stage_of_a_users_own_sees_each_piece_and_is_asked_once_for_each_window(eager):
     """Its state is in checkpoints. The parameters are those without it, for all weights are doubled. A reset forgets
     what was measured. What an earlier stage skips stays skipped."""
     batches_of = [tensors(x, y) for x, y in batches([6, 4, 6, 6])]
@@ -61,8 +51,7 @@ def test_a_stage_of_a_users_own_sees_each_piece_and_is_asked_once_for_each_windo
     ended = []
     for stages in ((), (Counting(),)):
         network = MLP()
-        train_step = make_train_step((sum_loss if is_sum else mean_loss)(network), sgd(network), 2, pieces=2,
-                                     eager=eager, stages=stages, loss_reduction="sum" if is_sum else "mean",
+        train_step = make_train_step(mean_loss(network), sgd(network), 2, pieces=2, eager=eager, stages=stages,
                                      on_nonfinite="skip_microbatch")
         train_step(*batches_of[1])
         train_step.reset()
@@ -75,22 +64,6 @@ def test_a_stage_of_a_users_own_sees_each_piece_and_is_asked_once_for_each_windo
     assert float(stage.norm.asnumpy()) > 0
     assert {f"stage1.Counting.{i}" for i in range(4)} < {*train_step.boundary.window.state}
     assert difference(*ended) <= 1e-6
-
-
-def test_a_stage_measures_the_gradient_of_the_mean_of_a_sum_too():
-    """And undoes the loss scale. Control: the sums of gradients differ."""
-    batch, norms = tensors(*batches([6])[0]), []
-    for is_sum, scaler in ((False, None), (True, None), (True, amp.StaticLossScaler(64.0))):
-        network, stage = MLP(), Counting()
-        stage.weigh = lambda gradients, weight: (weight, 1.0)
-        train_step = make_train_step((sum_loss if is_sum else mean_loss)(network), sgd(network), 1, stages=(stage,),
-                                     eager=True, loss_reduction="sum" if is_sum else "mean", loss_scaler=scaler)
-        train_step(*batch)
-        norms.append(float(stage.norm.asnumpy()))
-    Called(two := (Counting(), Counting()), 4)
-    assert [one.measured for one in two] == [(4, 6), (6, 8)]
-    assert norms == pytest.approx([norms[0]] * 3, rel=1e-5)
-    assert norms[0] > 0
 
 
 class AnyScaler(amp.StaticLossScaler):

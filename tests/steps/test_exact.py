@@ -109,7 +109,8 @@ def oracle(case, weigh=True, flushes=True):
             parameters = [p - RATE * factor * g for p, g in zip(parameters, gradient)]
             n.seen += n.weight
             if case.watches:
-                n.weights, n.squares = n.weight, ((gradient[-1] * divisor / (n.weight or np.nan))**2).sum()
+                n.squares = ((gradient[-1] * divisor / (n.weight or np.nan))**2).sum()
+                n.weights = case.watches * n.weight
                 n.spread = sum((g[-1]**2).sum() / weight for weight, _, g, _ in taken if weight)
         n.skipped += max(sum(skipped for *_, skipped in window), int(dropped))
         n.update_step, n.closed_windows = n.update_step + (not dropped), n.closed_windows + 1
@@ -147,13 +148,14 @@ class Watching(Stage):
 
     measures = 2
 
-    def __init__(self):
+    def __init__(self, times):
+        self.times = times  # not what another stage measures
         self.noted = Parameter(Tensor(np.zeros(3), ms.float32), name="noted", requires_grad=False)
         self.state = (self.noted,)
 
     def measure(self, gradients, factor, weight):
         spread, weight = ops.square(gradients[-1] * factor).sum() * weight, as_tensor(weight)
-        return weight, ops.where(weight > 0, spread, ops.zeros_like(weight))
+        return weight * self.times, ops.where(weight > 0, spread, ops.zeros_like(weight))
 
     def on_update(self, window):
         mean = window["gradients"][-1] * (window["unit"] / window["weight"])
@@ -206,7 +208,7 @@ def ours(case, mode):
     data = [(np.float32(x if case.axis == 0 else x.T), np.int32(y), np.float32(mask)) for x, y, mask in case.data]
     given = [dict(zip(("x", "y", "mask"), batch)) for batch in data] if case.by_name else data
     for stop in (case.stop, None):
-        network, stages = MLP(), tuple(Watching() for _ in range(case.watches))
+        network, stages = MLP(), tuple(Watching(i + 1) for i in range(case.watches))
         forward_fn, options = functions_of(case, network, eager)
         with running(mode), recorded_warnings():
             step = make_train_step(forward_fn, nn.SGD(network.trainable_params(), RATE), case.length, max_skips=None,
