@@ -86,7 +86,7 @@ class Status(NamedTuple):
         seen: Sum of the weights of all updates, of all ranks, rounded: samples, or what `weight_fn` counts.
         epochs: Number of epochs finished.
         trained: Number of microbatches of this rank trained or skipped since the epoch began; see `TrainStep.trained`.
-        loss: Mean loss of the last closed window, over all ranks. NaN by hand.
+        loss: Mean loss of the last closed window, over all ranks. By hand, NaN, or 0 for a window of weight 0.
         weight: Sum of its weights.
         grad_norm: Norm of its gradient before clipping. NaN without `clip_norm`.
     """
