@@ -367,8 +367,8 @@ class Boundary:
         counts, sums = self._copies()
         _require_whole(counts[MARK])
         _, held, _, added, updates, windows, skipped, in_row, empty = counts.tolist()
-        weight, loss, norm, rest = sums[LAST:MEASURED].tolist()
-        seen = int(self.window.seen.asnumpy()) + round(rest)
+        weight, loss, norm, _ = sums[LAST:MEASURED].tolist()
+        seen = int(self.window.seen.asnumpy())  # what it lacks is half of 1 at most
         return Status(updates, held, windows, skipped, in_row, empty, seen, self.place.epochs, added - self.place.first,
                       loss, weight, norm)
 
