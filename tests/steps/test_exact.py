@@ -203,7 +203,7 @@ def functions_of(case, network, eager):
 
 def ours(case, mode):
     """The parameters, the losses, and what is counted. A run that is stopped goes on in another one."""
-    eager, losses = case.eager and mode != "jit", []
+    eager, losses, reset_at = case.eager and mode != "jit", [], case.reset_at
     policy = {"on_nonfinite": case.policy} if case.policy != "scaled" else {"loss_scaler": amp.StaticLossScaler(2.0**7)}
     data = [(np.float32(x if case.axis == 0 else x.T), np.int32(y), np.float32(mask)) for x, y, mask in case.data]
     given = [dict(zip(("x", "y", "mask"), batch)) for batch in data] if case.by_name else data
@@ -219,8 +219,9 @@ def ours(case, mode):
             losses = losses[:step.trained]
             for loss in islice(step.epoch(given, skip=step.trained), stop):
                 losses.append(float(loss))
-                if len(losses) - 1 == case.reset_at:
+                if len(losses) - 1 == reset_at:  # once, also if a file goes back too far
                     step.reset()
+                    reset_at = None
             if step.epochs:
                 evaluated = step.evaluate(given) if step.status().seen else np.nan  # there is no mean
                 break
