@@ -244,7 +244,7 @@ class Window:
             by = ops.where(weight == 0, by + ONE_EMPTY, by)
         mean = divide_no_nan(as_tensor(loss), as_tensor(self.divisor(weight)))
         rest = unstack(self.sums)[REST]
-        if not isinstance(weight, Tensor) and weight % 1 == 0 and not self.drops:
+        if not isinstance(weight, Tensor) and weight % 1 == 0:
             ops.assign_add(self.seen, Tensor(int(weight), ms.int64))  # a number of samples that a graph knows
         else:
             counted = as_tensor(weight)

@@ -76,3 +76,21 @@ def test_a_change_and_an_error_are_seen():
         ("same", "two = 2\nprint(two)"), ("other", "print(two + 1)"), ("error", "print(three)")))
     assert {title: text.splitlines()[-1] for title, text in changed(page).items()} == {
         "other": "3", "error": "NameError: name 'three' is not defined"}
+
+
+CACHED = """
+import sys
+import mindspore as ms
+ms.set_context(enable_compile_cache=True, compile_cache_path=sys.argv[1])
+weight = ms.Parameter(ms.Tensor(1.0), name="weight")
+@ms.jit
+def add(x):
+    return ms.ops.assign_add(weight, x) * 2
+add(ms.Tensor(1.0))
+print(float(weight))
+"""
+
+
+def test_a_compiled_function_of_the_cache_on_disk_has_parameters_of_its_own(tmp_path):
+    """So the page on train steps says. Control: the first run, which fills the cache."""
+    assert [run_python(CACHED, str(tmp_path / "cache")).split()[-1] for _ in range(2)] == ["2.0", "1.0"]
