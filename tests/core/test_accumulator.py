@@ -240,9 +240,9 @@ def test_dtypes_of_parameters_and_buffers(mode):
         assert [b.dtype for b in accumulator.window.buffers] == expected
 
         def step(*gradients, accumulator=accumulator):
-            for factor in (1, 0.25, 0.25):
-                held = accumulator.add(tuple([gradient * factor for gradient in gradients]))
-            return held
+            for factor in (1, 0.25):
+                accumulator.add(tuple([gradient * factor for gradient in gradients]))
+            return accumulator.add(tuple([gradient * 0.25 for gradient in gradients]))
 
         ones = Tensor([0.1], ms.float16), Tensor(0.1, ms.float32), Tensor([0.1], ms.float64)
         assert int(compiled(step, mode)(*ones)) == 3
