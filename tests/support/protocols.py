@@ -158,9 +158,9 @@ def expected(draw, which):
 
 
 def _pieces_that_count(mask, draw):
-    """How many pieces of a batch have a weight: others are ignored in any case."""
+    """How many pieces of a batch have a weight, or are sums: means of weight 0 are ignored in any case."""
     parts = np.array_split(mask, min(draw.pieces, len(mask)))
-    return sum(part.any() or not draw.tokens for part in parts)
+    return sum(part.any() or draw.is_sum or not draw.tokens for part in parts)
 
 
 def _taken(queue, draw, updates):

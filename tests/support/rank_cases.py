@@ -303,6 +303,7 @@ def optimizers(rank):
             network = network_of(0)
             parameters = network.trainable_params()
             groups = [{"params": parameters[:2], "lr": 0.05}, {"params": parameters[2:]}]
+            groups = parameters if kind is nn.FTRL else groups  # it takes one rate
             optimizer = kind(shard_parameters(groups) if options else groups, learning_rate=0.02)
             step = make_train_step(forward_of(network, PLAIN, False), optimizer, 2, reducer=DataParallel(**options),
                                    clip_norm=0.3, network=network)
