@@ -304,7 +304,8 @@ def optimizers(rank):
             parameters = network.trainable_params()
             groups = [{"params": parameters[:2], "lr": 0.05}, {"params": parameters[2:]}]
             groups = parameters if kind is nn.FTRL else groups  # it takes one rate
-            optimizer = kind(shard_parameters(groups) if options else groups, learning_rate=0.02)
+            more = {"momentum": 0.9} if kind is nn.Momentum else {}
+            optimizer = kind(shard_parameters(groups) if options else groups, learning_rate=0.02, **more)
             step = make_train_step(forward_of(network, PLAIN, False), optimizer, 2, reducer=DataParallel(**options),
                                    clip_norm=0.3, network=network)
             for epoch in range(2):
