@@ -7,7 +7,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
 from os import environ
@@ -69,7 +68,7 @@ get_rank = found("mindspore.communication", "get_rank", _no_rank)
 init = found("mindspore.communication", "init", _no_rank)
 # Op by op, an update must not be recorded for a backward pass (AdamWeightDecay changes nothing then, 2.10). Without it,
 # it may be, after an error in a function whose gradient MindSpore takes.
-unrecorded = found("mindspore", "_no_grad", nullcontext)
+unrecorded = found("mindspore", "_no_grad", lambda: lambda function: function)
 
 
 def address_of(parameter: Any) -> int:

@@ -246,8 +246,8 @@ class Boundary:
     def _run_close(self) -> None:
         window, self.missing = self.window, None
         window.unit = window.unit or 1.0  # of a rank that has had no data: the graph holds it from now on
-        with unrecorded():  # op by op, or MindSpore takes the update for a part of a forward pass
-            self._run("close", window.close)
+        # Or MindSpore takes it for a part of a forward pass. Not by `with`: an interrupt at its end would leave this on.
+        unrecorded()(self._run)("close", window.close)
 
     def _closed(self) -> None:
         """The window was closed. Functions are the user's: what they raise is raised as it is, and all counts stand."""
