@@ -246,7 +246,7 @@ class Boundary:
     def _run_close(self) -> None:
         window, self.missing = self.window, None
         window.unit = window.unit or 1.0  # of a rank that has had no data: the graph holds it from now on
-        # Or MindSpore takes it for a part of a forward pass. Not by `with`: an interrupt at its end would leave this on.
+        # Or MindSpore takes it for a part of a forward pass. Not by `with`: an interrupt at its end would leave it on.
         unrecorded()(self._run)("close", window.close)
 
     def _closed(self) -> None:
