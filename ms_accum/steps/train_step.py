@@ -360,7 +360,7 @@ def make_train_step(
             float32, and the weight is their number.
         has_aux: Whether `forward_fn` returns `(loss, aux)`. With `pieces > 1`, aux is a Tensor or a tuple of Tensors:
             those of shape `()` are averaged over the pieces by weight, those with one entry per sample are joined.
-        eager: Whether to run op by op, without graphs, in PyNative mode: for networks that MindSpore cannot compile,
+        eager: Whether to run your functions op by op, in PyNative mode: for networks that MindSpore cannot compile,
             and to debug. `forward_fn` may be any Python, and a batch may hold other objects, such as strings.
         network: The networks that are trained, a Cell or a tuple of Cells. Needed for `set_train` and `evaluate` if
             `forward_fn` is no Cell and does not name them itself (closure, global, default, attribute of `self`).
@@ -404,7 +404,7 @@ def make_train_step(
 def require_functions(eager: object, has_weight: object, weight_fn: object, **function: object) -> None:
     """Raise TypeError or ValueError for functions that cannot be called or compiled, or that both give weights."""
     name, used = next(iter(function.items()))
-    boolean("eager", eager, "say whether to run op by op, without graphs")
+    boolean("eager", eager, "say whether to run op by op")
     boolean("has_weight", has_weight, f"say whether {name} returns (loss, weight)")
     require_callable(name, used, is_compiled=not eager)
     if weight_fn is not None:

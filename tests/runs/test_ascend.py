@@ -271,8 +271,7 @@ def test_a_close_with_a_verdict_is_one_graph_that_moves_no_buffer(compiled, proc
         _, close = compiled(process)[name].graphs
         found = Counter(node.name for node in close)
         assert (found["ConditionSwitch"], found["PyExecute"]) == (1, 0)
-        optimizers = "ApplyMomentum", "AdamWeightDecay", "AdamApplyOneWithDecay"
-        assert sum(found[kernel] for kernel in optimizers) == 2 * LAYERS
+        assert sum(found[k] for k in ("ApplyMomentum", "AdamWeightDecay", "AdamApplyOneWithDecay")) == 2 * LAYERS
         assert moved(close) <= {"zero"}  # a single number
     assert moved([Node("TensorMove", ["%para3_accumulator7.fc.weight"], "")]) == {"fc.weight"}  # control
 

@@ -69,20 +69,24 @@ def test_windows_are_undivided_batches(mode_named, build, training, exact):
 BATCH = Tensor(np.random.default_rng(0).normal(size=(4, 3, 32, 32)), ms.float32), Tensor([1, 2, 3, 4], ms.int32)
 
 
-def test_a_vit_is_exact_but_for_its_masks():
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float16", marks=pytest.mark.slow)])
+def test_a_vit_is_exact_but_for_its_masks(dtype):
     ms.set_seed(3)
     network = vit(patch_size=16, embed_dim=24, depth=2, num_heads=3,
                   drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.2)
     network.set_train()
+    if dtype == "float16":
+        network.to_float(ms.float16)
     forward_fn = mean_loss(network)
     report = check_equivalence(forward_fn, network, BATCH, 2)
-    assert report.ok
-    assert {(c.type, c.what.split(":")[0]) for c in report.causes} == {("Dropout", "random")}
+    rounded = {("function", "rounding")} if dtype == "float16" else set()  # then it cannot tell
+    assert report.ok is (None if rounded else True)
+    assert {(c.type, c.what.split(":")[0]) for c in report.causes} == {("Dropout", "random"), *rounded}
     assert {"head_drop", "blocks.1.drop_path1.dropout"} <= {c.layer for c in report.causes}
 
     def sum_loss(x, y):
         return forward_fn(x, y) * len(x)
-    assert not check_equivalence(sum_loss, network, BATCH, 2).ok  # negative control
+    assert check_equivalence(sum_loss, network, BATCH, 2).ok is False  # negative control
 
 
 @pytest.mark.slow  # the suite's fast sample: small networks with BatchNorm in tests/check

@@ -150,7 +150,8 @@ class Machine(RuleBasedStateMachine):
         """One element of one gradient may be `bad`, where such a microbatch or window is skipped."""
         batch, weight = self.run.microbatch(4, seed), 0.0 if masked else 4.0
         bad = None if self.run.case.on_nonfinite == "apply" else bad
-        self._both(partial(self.run.add_by_hand, batch, weight, bad), partial(self._added, batch, weight, bad))
+        self._both(partial(self.run.add_by_hand, batch, weight, bad),
+                   partial(self._added, self._weighed(batch, weight), bad))
 
     @rule()
     def flush(self):
@@ -200,8 +201,8 @@ class Machine(RuleBasedStateMachine):
         oracle, status = self.oracle, self.run.boundary.status()
         assert {name: getattr(status, name) for name in reference.COUNTERS} == oracle.counters()
         assert status.weight == pytest.approx(oracle.window_weight, rel=1e-6)
-        # Absolute: halved parameters are small, and the updates before were not. Rounding alone reaches 6e-6.
-        assert all(np.abs(one - other).max() <= 2e-5 for one, other in zip(
+        # Absolute: halved parameters are small, and the updates before were not.
+        assert all(np.abs(one - other).max() <= 5e-6 for one, other in zip(
             values(self.run.loss.trainable_params()), oracle.parameters))
 
     def teardown(self):
@@ -230,22 +231,22 @@ class Machine(RuleBasedStateMachine):
         return kept
 
     def _train(self, batch):
-        self._both(partial(self.run.train_on, batch), partial(self._trained, batch))
+        pieces = [self._weighed(piece, weight) for piece, weight in self.run.case.pieces_of(batch)]
+        self._both(partial(self.run.train_on, batch), partial(self._trained, pieces))
 
-    def _trained(self, batch):
-        self.oracle.add_pieces([self._weighed(piece, weight) for piece, weight in self.run.case.pieces_of(batch)])
+    def _trained(self, pieces):
+        self.oracle.add_pieces(pieces)
         self.oracle.close_if(self.oracle.full)
 
-    def _added(self, batch, weight, bad):
-        gradients, weight = self._weighed(batch, weight)
-        self.oracle(spoiled(gradients, bad), weight)
+    def _added(self, weighed, bad):
+        self.oracle(spoiled(weighed[0], bad), weighed[1])
 
     def _halved(self):
         self.oracle.parameters = [p / 2 for p in self.oracle.parameters]
 
     def _weighed(self, piece, weight):
-        x, _, y, _ = piece
-        gradients = reference.loss_and_gradients(self.oracle.parameters, x, y)[1] if len(x) else self.oracle.zeros
+        """The gradients by plain MindSpore, before a call that may update: its tanh on CPU is up to 8e-5 off."""
+        gradients = values(self.run.grad_fn(*map(Tensor, piece))[1]) if len(piece[0]) else self.oracle.zeros
         return gradients, weight and self.wrong(weight)
 
 
