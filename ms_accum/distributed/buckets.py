@@ -19,7 +19,7 @@ from ..tensors import Gradients, Numbers, Scalar, as_vector, mapped, scaled, uns
 from .meeting import group_of
 
 MEBIBYTE = 2**20
-_split, _slice, each = ops.split, ops.Slice(), ops.HyperMap()
+_slice, each = ops.Slice(), ops.HyperMap()
 
 
 @jit_class
@@ -66,11 +66,16 @@ class Buckets:
 
     def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[ms.Type], limit: int, parts: int = 1,
                  multiple: int = 1) -> None:
-        self.shapes, self.dtypes, self.parts = tuple(shapes), tuple(dtypes), parts
-        self.sizes = tuple(prod(shape) for shape in shapes)
-        self.lengths = tuple(-(-size // multiple) * multiple for size in self.sizes)
+        self.dtypes, self.parts = tuple(dtypes), parts
+        kinds = [(prod(shape), tuple(shape)) for shape in shapes]
+        self.lengths = tuple(-(-size // multiple) * multiple for size, _ in kinds)
         self.widths = tuple(length // parts for length in self.lengths)
-        self.members = filled(self.sizes, self.dtypes, limit)
+        self.members = filled([size for size, _ in kinds], self.dtypes, limit)
+        # Where each tensor begins in the rows of its bucket.
+        starts = {i: sum(self.widths[j] for j in members if j < i) for members in self.members for i in members}
+        # A kind: a size and a shape. To map over shapes takes MindSpore time that grows with the cube of their number.
+        self.starts, self.kinds = tuple(starts[i] for i in range(len(kinds))), tuple(dict.fromkeys(kinds))
+        self.kind = tuple(map(self.kinds.index, kinds))
         self.backwards = self.members[::-1]  # the backward pass computes the gradients of the last bucket first
         places = [i for members in self.members for i in members]
         self.order = tuple(places.index(i) for i in range(len(places)))
@@ -87,8 +92,7 @@ class Buckets:
         if not carried:
             token = sums = group.sum(token)
         for members in self.backwards:
-            own, length = taken(gradients, members), widths_of(members, self.widths)
-            rows = mapped(_row, (factor, token, self.dtypes[members[0]], self.parts), own,
+            rows = mapped(_row, (factor, token, self.dtypes[members[0]], self.parts), taken(gradients, members),
                           taken(self.lengths, members))
             if carried:
                 rows = (*rows, ops.broadcast_to(sums, (self.parts, carried)))
@@ -97,12 +101,10 @@ class Buckets:
             flat = group.sum(flat) if self.parts == 1 else group.part(flat)
             # Ascend frees what was sent once a kernel has read the sum. To wait for the sum itself would not free it.
             token = _slice(flat, (0,), (1,))
-            split = _split(flat, (*length, carried) if carried else length)
             if carried:
-                sums = split[len(members)]
-            found = split[:len(members)]
-            if self.parts == 1:
-                found = mapped(_shaped, None, found, taken(self.shapes, members))
+                sums = _slice(flat, (flat.shape[0] - carried,), (carried,))
+            row = flat.reshape(1, -1)
+            found = self.wholes(row, members) if self.parts == 1 else self.columns(row, members)
             summed, carried = (*found, *summed), 0
         return taken(summed, self.order), unstack(sums)
 
@@ -118,8 +120,11 @@ class Buckets:
 
     def wholes(self, rows: Tensor, members: tuple[int, ...]) -> Gradients:
         """Return the tensors of a bucket, given all rows, `(parts, length)`."""
-        columns = _split(rows, widths_of(members, self.widths), 1)
-        return mapped(_whole, None, columns, taken(self.sizes, members), taken(self.shapes, members))
+        return mapped(_shaped, self.kinds, self.columns(rows, members), taken(self.kind, members))
+
+    def columns(self, rows: Tensor, members: tuple[int, ...]) -> Gradients:
+        """Return each tensor's columns of a bucket's rows, flat. With `ops.split`, 200 tensors would not compile."""
+        return mapped(_columns, rows, taken(self.starts, members), taken(self.widths, members))
 
 
 def joined(rows: Gradients) -> Tensor:
@@ -138,13 +143,7 @@ def in_order(places: tuple[int, ...]) -> bool:
     return places == tuple(range(places[0], places[0] + len(places)))
 
 
-@constexpr
-def widths_of(members: tuple[int, ...], widths: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the widths of some tensors."""
-    return tuple(widths[i] for i in members)
-
-
-def filled(sizes: tuple[int, ...], dtypes: tuple[ms.Type, ...], limit: int) -> tuple[tuple[int, ...], ...]:
+def filled(sizes: Sequence[int], dtypes: tuple[ms.Type, ...], limit: int) -> tuple[tuple[int, ...], ...]:
     """Return the tensors of each bucket of at most `limit` bytes. Larger ones get their own; float32 comes last."""
     buckets: list[list[int]] = []
     for dtype in sorted(set(dtypes), key=lambda dtype: (dtype == ms.float32, str(dtype))):
@@ -176,12 +175,12 @@ def padded(flat: Tensor, length: int) -> Tensor:
     return flat if flat.shape[0] == length else ops.concat((flat, ops.zeros(length - flat.shape[0], flat.dtype)))
 
 
-def _shaped(_: None, flat: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return flat.reshape(shape)
+def _columns(rows: Tensor, start: int, width: int) -> Tensor:
+    return (rows if width == rows.shape[1] else _slice(rows, (0, start), (rows.shape[0], width))).reshape(-1)
 
 
-def _whole(_: None, column: Tensor, size: int, shape: tuple[int, ...]) -> Tensor:
-    flat = column.reshape(-1)
+def _shaped(kinds: tuple, flat: Tensor, kind: int) -> Tensor:
+    size, shape = kinds[kind]
     return (flat if flat.shape[0] == size else _slice(flat, (0,), (size,))).reshape(shape)
 
 
