@@ -41,11 +41,11 @@ RATES = {"nn.Rprop": 0.01, "optim.Rprop": 0.01, "nn.AdaFactor": 0.02, "nn.RMSPro
 
 def build_optimizer(case, parameters, sharded=list):
     """The optimizer of a Case. `sharded`: what is done to parameters, or groups, before it gets them."""
-    size = (10.0 if case.loss == "mse" else 0.1) * case.factor  # about that of a gradient
-    if case.optimizer in _LIKE_LINEAR:
-        rate = 0.01 / size
-    else:
-        rate = RATES.get(case.optimizer, 0.05)
+    budget = case.accumulate_step if isinstance(case.accumulate_step, int) else 2
+    # Half of a sequence may be masked. A window that weighs less than min_weight has a smaller gradient.
+    thin = min(1.0, 0.5 * budget * max(case.sizes) / (case.min_weight or 1.0))
+    size = (10.0 if case.loss == "mse" else 0.1) * case.factor * thin  # about that of a gradient
+    rate = 0.01 / size if case.optimizer in _LIKE_LINEAR else RATES.get(case.optimizer, 0.05)
     if case.level == "half":
         rate *= 3  # a float16 parameter keeps 11 bits of it
     second = 0.5 * rate
