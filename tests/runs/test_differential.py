@@ -1,8 +1,7 @@
 """Training runs drawn as a whole, with ms_accum and with plain MindSpore on the undivided batches.
 
 In tests/support/differential, cases.py says what is drawn, and plain.py is the reference. To run a Case that failed
-again, give the one that was printed to `follow` in follow.py. After some hundred Cases a process takes gigabytes, for
-MindSpore keeps each graph.
+again, give the one that was printed to `follow` in follow.py.
 
 Left out, because MindSpore 2.10 fails by itself on CPU:
 
@@ -114,6 +113,7 @@ def test_a_defect_that_is_put_back_is_found_op_by_op(defect, monkeypatch, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.fresh_process(*map(str, range(SHARDS)))  # MindSpore keeps each graph: ten shards would take 14 GB
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_any_run(shard, tmp_path_factory):
     """Without shrinking: after an error MindSpore may fail by itself, and each attempt takes seconds."""
