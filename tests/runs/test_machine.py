@@ -45,7 +45,6 @@ DRIVERS = {
     "hand-pynative": ("hand-pynative", ALONE, "skip_window", 1),
     "step-eager": ("step-pynative", SHORT, "skip_window", 2),
 }
-FEW = 2
 
 
 class Run(Accumulating):
@@ -60,6 +59,8 @@ class Run(Accumulating):
         kept = [*self.loss.trainable_params(), *state_of(self.optimizer), *window.buffers, window.counts, window.sums,
                 *window.state.values()]
         self._first = [(p, p.asnumpy().copy()) for p in kept]
+        for size in (4, 3) * 30:  # MindSpore's CPU kernels try numbers of threads in their first calls: other last bits
+            self.train_on(self.microbatch(size, 0))
 
     def start_over(self):
         for parameter, value in self._first:
@@ -104,8 +105,7 @@ def spoiled(gradients, bad):
     """Arrays, of which one ends with a value: `bad` is `(place, value)`, or None."""
     gradients = [gradient.copy() for gradient in gradients]
     if bad is not None:
-        place, value = bad
-        gradients[place].reshape(-1)[-1] = value
+        gradients[bad[0]].reshape(-1)[-1] = bad[1]
     return gradients
 
 
@@ -251,7 +251,7 @@ class Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(("driver", "examples"), [
-    *((driver, FEW) for driver in ("step", "cell-graph", "hand-pynative")),
+    *((driver, 2) for driver in ("step", "cell-graph", "hand-pynative")),
     *(pytest.param(driver, 50, marks=pytest.mark.slow) for driver in DRIVERS)])
 def test_calls_in_any_order_equal_the_oracle(driver, examples):
     machine = type("Run", (Machine,), {"driver": driver})
