@@ -1,7 +1,7 @@
-"""Buckets: tensors joined to few large ones, so that few collectives carry many parameters.
+"""Buckets: tensors joined to few large ones, with a row for each part that the sum is divided into, or with one row.
 
-    parameter 0:  a0 a1 a2 a3 a4        row 0:  a0 a1 a2 | b0        A bucket has one row for each part that its sum is
-    parameter 1:  b0 b1                 row 1:  a3 a4  0 | b1        divided into: one row if all ranks keep all of it.
+    parameter 0:  a0 a1 a2 a3 a4        row 0:  a0 a1 a2 | b0
+    parameter 1:  b0 b1                 row 1:  a3 a4  0 | b1
 """
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _slice, each = ops.Slice(), ops.HyperMap()
 class Group:
     """The collectives of a group of ranks, in which this rank has a place.
 
-    On CPU, MindSpore 2.10 lacks ReduceScatter: there, each rank keeps its part of a sum. Of some of the ranks, it lacks
-    AllGather, too: there, that is a sum with zeros in place of the rows of others.
+    On CPU, MindSpore 2.10 lacks ReduceScatter: there, each rank keeps its part of a sum. A group of fewer than
+    all ranks lacks AllGather, too: there, that is a sum with zeros in place of the rows of others.
     """
 
     def __init__(self, ranks: range, place: int) -> None:
@@ -59,7 +59,7 @@ class Buckets:
     Args:
         shapes: Their shapes.
         dtypes: Their dtypes.
-        limit: Largest number of bytes in a bucket.
+        limit: Largest number of bytes in a bucket. A larger tensor travels alone.
         parts: Number of rows.
         multiple: Sizes are filled up with zeros to a multiple of it.
     """
@@ -75,7 +75,7 @@ class Buckets:
         starts = {i: sum(self.widths[j] for j in members if j < i) for members in self.members for i in members}
         # A kind: a size and a shape. To map over shapes takes MindSpore time that grows with the cube of their number.
         self.starts, self.kinds = tuple(starts[i] for i in range(len(kinds))), tuple(dict.fromkeys(kinds))
-        self.kind = tuple(map(self.kinds.index, kinds))
+        self.kind_of = tuple(map(self.kinds.index, kinds))
         self.backwards = self.members[::-1]  # the backward pass computes the gradients of the last bucket first
         places = [i for members in self.members for i in members]
         self.order = tuple(places.index(i) for i in range(len(places)))
@@ -84,8 +84,8 @@ class Buckets:
     def summed(self, group: Group, gradients: Gradients, factor: Scalar, numbers: Numbers) -> tuple[Gradients, Numbers]:
         """Return the sums of `factor * gradients` over a group, or this rank's rows of them, flat, and of numbers.
 
-        The numbers travel with the first bucket if it is of float32. Each collective waits for the one before: all
-        ranks have one order. So do the products, or those of all buckets would be in memory together.
+        The numbers travel with the bucket that is sent first, if it is of float32. Each collective waits for the one
+        before: all ranks have one order. So do the products, or those of all buckets would be in memory together.
         """
         token, summed, carried = as_vector(numbers), (), len(numbers) * self.carries
         sums = token
@@ -120,7 +120,7 @@ class Buckets:
 
     def wholes(self, rows: Tensor, members: tuple[int, ...]) -> Gradients:
         """Return the tensors of a bucket, given all rows, `(parts, length)`."""
-        return mapped(_shaped, self.kinds, self.columns(rows, members), taken(self.kind, members))
+        return mapped(_shaped, self.kinds, self.columns(rows, members), taken(self.kind_of, members))
 
     def columns(self, rows: Tensor, members: tuple[int, ...]) -> Gradients:
         """Return each tensor's columns of a bucket's rows, flat. With `ops.split`, 200 tensors would not compile."""
